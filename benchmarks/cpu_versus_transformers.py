@@ -1,0 +1,190 @@
+"""The same model and the same requests through tokenmill and through `transformers.generate`, in one run.
+
+    python benchmarks/cpu_versus_transformers.py [--models tiny qwen] [--dtype bfloat16] [--layers 24]
+
+Two loads: a batch of requests with mixed lengths, and one request alone. transformers pads the batch and goes
+on until its longest row is done; tokens past the end that a row asked for are not counted. Both are greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import tokenmill
+from tokenmill.hub import resolve
+
+# The public shape of Qwen2.5-0.5B; weights are random, and `--layers` makes it shorter.
+QWEN = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Token ids in, and how many tokens each row wants out."""
+
+    name: str
+    prompts: list[list[int]]
+    num_new: list[int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tokens per second of both, and how many rows came out identical."""
+
+    job: Job
+    ours: float
+    theirs: float
+    same_rows: int
+
+
+def mixed_batch(num_requests: int, vocab_size: int) -> Job:
+    """Prompts of 16 to 256 tokens, outputs of 16 to 128."""
+    draw = random.Random(0)
+    prompts = [
+        [draw.randrange(10, vocab_size) for _ in range(draw.randint(16, 256))] for _ in range(num_requests)
+    ]
+    return Job(f"{num_requests} mixed", prompts, [draw.randint(16, 128) for _ in prompts])
+
+
+def single(vocab_size: int) -> Job:
+    """One prompt of 64 tokens, an output of 128."""
+    draw = random.Random(1)
+    return Job("1 alone", [[draw.randrange(10, vocab_size) for _ in range(64)]], [128])
+
+
+def run_ours(engine: tokenmill.Engine, job: Job) -> list[list[int]]:
+    engine.flush_cache()
+    params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in job.num_new]
+    return [result["output_ids"] for result in engine.generate(input_ids=job.prompts, sampling_params=params)]
+
+
+def run_theirs(model: transformers.PreTrainedModel, job: Job) -> list[list[int]]:
+    width = max(len(prompt) for prompt in job.prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in job.prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in job.prompts])
+    longest = max(job.num_new)
+    with torch.inference_mode():
+        # Equal bounds keep the model from ending a row early, as `ignore_eos` does for us.
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
+            pad_token_id=0,
+        )
+    return [row[width : width + n].tolist() for row, n in zip(out, job.num_new, strict=True)]
+
+
+def seconds_of(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    start = time.perf_counter()
+    tokens = run()
+    return time.perf_counter() - start, tokens
+
+
+def measure(
+    engine: tokenmill.Engine, model: transformers.PreTrainedModel, job: Job, *, repeats: int
+) -> Measured:
+    """Medians of alternating runs, after one run of each that is not counted."""
+    ours, theirs = run_ours(engine, job), run_theirs(model, job)
+    assert [len(row) for row in ours] == job.num_new == [len(row) for row in theirs]
+    our_times, their_times = [], []
+    for _ in range(repeats):
+        their_times.append(seconds_of(lambda: run_theirs(model, job))[0])
+        our_times.append(seconds_of(lambda: run_ours(engine, job))[0])
+    total = sum(job.num_new)
+    return Measured(
+        job,
+        ours=total / statistics.median(our_times),
+        theirs=total / statistics.median(their_times),
+        same_rows=sum(a == b for a, b in zip(ours, theirs, strict=True)),
+    )
+
+
+@contextmanager
+def checkpoint(name: str, *, layers: int) -> Iterator[Path]:
+    """A folder with the model: the bundled one, or random weights in the shape of Qwen2.5-0.5B."""
+    if name == "tiny":
+        yield resolve("tiny")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        config = Qwen2Config(**QWEN, num_hidden_layers=layers, dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        yield Path(folder)
+
+
+def compare(name: str, options: argparse.Namespace) -> list[Measured]:
+    """Both loads on one model."""
+    with checkpoint(name, layers=options.layers) as folder:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+        arguments = {"skip_tokenizer_init": True, "device": "cpu", "dtype": options.dtype}
+        with tokenmill.Engine(model_path=str(folder), **arguments) as engine:
+            vocab_size = model.config.vocab_size
+            jobs = [mixed_batch(options.requests, vocab_size), single(vocab_size)]
+            return [measure(engine, model, job, repeats=options.repeats) for job in jobs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=["tiny", "qwen"], default=["tiny", "qwen"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--layers", type=int, default=24, help="layers of the random model (default: 24)")
+    parser.add_argument("--requests", type=int, default=32, help="requests of the batch (default: 32)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each (default: 3)")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    print(f"device: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
+    print(
+        f"tokenmill {tokenmill.__version__}, transformers {transformers.__version__}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    print(f"{options.dtype}, greedy, output tokens per second, median of {options.repeats}\n")
+    print(f"{'model':<16} {'load':<10} {'tokenmill':>10} {'transformers':>13} {'ratio':>6} {'same rows':>10}")
+    for name in options.models:
+        title = name if name == "tiny" else f"{name}, {options.layers} layers"
+        for row in compare(name, options):
+            print(
+                f"{title:<16} {row.job.name:<10} {row.ours:>10.1f} {row.theirs:>13.1f} "
+                f"{row.ours / row.theirs:>6.2f} {row.same_rows:>7}/{len(row.job.prompts)}",
+                flush=True,
+            )
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""How near the GPU kernels come to the limits of the device: one table, no model.
+
+    python3 benchmarks/kernels.py                  # under 90 seconds
+    python3 benchmarks/kernels.py --tune decode    # tilings and splits side by side, some minutes
+
+Every measurement replays a CUDA graph of many launches over inputs that together exceed the L2 cache, and
+takes the median of the replays. Bytes and operations are those that the task needs, whatever the kernel does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from tokenmill.kernels import triton_attention
+from tokenmill.kernels.activation import gated_silu
+from tokenmill.kernels.norm import add_rms_norm, rms_norm
+from tokenmill.kernels.rotary import rotate
+from tokenmill.kernels.triton_attention import PagedRows, Tiling
+
+PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
+PEAK_FLOPS = 800e12  # what a large bfloat16 product reaches there
+COLD_BYTES = 200e6  # several times the L2 cache
+PAGE_SIZE = 16
+HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128)]
+BATCHES = [1, 16, 64, 256]
+CONTEXTS = [512, 1024, 4096]
+REPLAYS = 9
+
+
+def seconds_each(calls: Iterable[Callable[[], object]]) -> float:
+    """Median over graph replays of the time of one call, on average over `calls`."""
+    calls = list(calls)
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def paged_rows(batch: int, context: int, kv_heads: int, head_dim: int) -> PagedRows:
+    """Rows of one length on shuffled pages."""
+    pages = context // PAGE_SIZE
+    shape = (batch * pages, PAGE_SIZE, kv_heads, head_dim)
+    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
+    return PagedRows(keys, values, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"))
+
+
+def decode_seconds(batch: int, context: int, heads: tuple[int, int, int]) -> float:
+    """Time of decode attention, over as many separate caches as exceed the L2 cache."""
+    num_heads, kv_heads, head_dim = heads
+    cache_bytes = batch * context * kv_heads * head_dim * 4
+    num_caches = max(2, min(800, int(COLD_BYTES / cache_bytes) + 1))
+    caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
+    q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    attend = partial(
+        triton_attention.decode,
+        q,
+        scale=head_dim**-0.5,
+        window=None,
+        longest=context,
+        out_RHD=torch.empty_like(q),
+    )
+    return seconds_each([partial(attend, rows) for rows in caches] * (4 if num_caches < 8 else 1))
+
+
+def report_decode() -> None:
+    print("\ndecode attention: GB/s of keys and values (share of 4.3 TB/s), microseconds")
+    print(f"{'heads':>12} {'batch':>6} " + " ".join(f"{f'context {context}':>24}" for context in CONTEXTS))
+    for heads, batch in itertools.product(HEADS, BATCHES):
+        cells = []
+        for context in CONTEXTS:
+            seconds = decode_seconds(batch, context, heads)
+            rate = batch * context * heads[1] * heads[2] * 4 / seconds
+            cells.append(f"{rate / 1e9:6.0f} ({rate / PEAK_BYTES_PER_SECOND:4.0%}) {seconds * 1e6:8.1f}")
+        print(f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} " + " ".join(f"{cell:>24}" for cell in cells))
+
+
+def prefill_seconds(queries: int, context: int, heads: tuple[int, int, int], rows: int = 1) -> float:
+    """Time of causal attention of the last `queries` tokens of `rows` sequences of `context` tokens."""
+    num_heads, kv_heads, head_dim = heads
+    paged = paged_rows(rows, context, kv_heads, head_dim)
+    q = torch.randn(rows * queries, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * queries
+    out = torch.empty_like(q)
+
+    def call() -> None:
+        triton_attention.prefill(
+            q,
+            paged,
+            query_starts=starts,
+            longest_query=queries,
+            scale=head_dim**-0.5,
+            window=None,
+            out_THD=out,
+        )
+
+    return seconds_each([call] * 4)
+
+
+PREFILLS = [(8192, 8192, 1), (2048, 8192, 1), (512, 512, 16)]
+
+
+def prefill_flops(queries: int, context: int, rows: int, heads: tuple[int, int, int]) -> float:
+    visible = queries * (context - queries) + queries * (queries + 1) / 2
+    return 4 * rows * visible * heads[0] * heads[2]
+
+
+def report_prefill() -> None:
+    print("\nprefill attention: TFLOP/s (share of 800), milliseconds")
+    titles = [f"{rows} x {queries} of {context}" for queries, context, rows in PREFILLS]
+    print(f"{'heads':>12} " + " ".join(f"{title:>24}" for title in titles))
+    for heads in [*HEADS, (8, 4, 256)]:
+        cells = []
+        for queries, context, rows in PREFILLS:
+            seconds = prefill_seconds(queries, context, heads, rows)
+            rate = prefill_flops(queries, context, rows, heads) / seconds
+            cells.append(f"{rate / 1e12:6.0f} ({rate / PEAK_FLOPS:4.0%}) {seconds * 1e3:8.3f}")
+        print(f"{heads[0]}:{heads[1]} d{heads[2]:<6} " + " ".join(f"{cell:>24}" for cell in cells))
+
+
+def small_kernels(tokens: int, hidden: int, inner: int) -> dict[str, tuple[int, list[Callable[[], object]]]]:
+    """Name -> (elements read and written per token, calls on different inputs)."""
+    copies = min(256, int(COLD_BYTES / (tokens * hidden * 4)) + 2)
+
+    def fresh(size: int) -> list[torch.Tensor]:
+        return [torch.randn(tokens, size, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
+
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+    cos = torch.randn(tokens, 32, dtype=torch.bfloat16, device="cuda")
+    xs, residuals, wides = fresh(hidden), fresh(hidden), fresh(2 * inner)
+    heads = [x.view(tokens, -1, 64) for x in xs]
+    pairs = list(zip(xs, residuals, strict=True))
+    return {
+        "rms_norm": (2 * hidden, [partial(rms_norm, x, weight, 1e-6) for x in xs]),
+        "add_rms_norm": (4 * hidden, [partial(add_rms_norm, x, y, weight, 1e-6) for x, y in pairs]),
+        "gated_silu": (3 * inner, [partial(gated_silu, x) for x in wides]),
+        "rotate": (2 * hidden, [partial(rotate, x[:, :-2], x[:, -2:], cos, cos) for x in heads]),
+    }
+
+
+def report_small_kernels() -> None:
+    print("\nsmall kernels: GB/s read and written (share of 4.3 TB/s), microseconds")
+    for tokens, hidden, inner in ((8192, 4096, 12288), (256, 4096, 12288), (256, 896, 4864), (1, 896, 4864)):
+        for name, (elements, calls) in small_kernels(tokens, hidden, inner).items():
+            seconds = seconds_each(calls)
+            rate = tokens * elements * 2 / seconds
+            share = rate / PEAK_BYTES_PER_SECOND
+            print(
+                f"{name:>14} {tokens:>6} x {hidden:<6} {rate / 1e9:6.0f} ({share:4.0%}) {seconds * 1e6:8.2f}"
+            )
+
+
+def tune_decode() -> None:
+    """Tilings and splits of decode attention, the best first for each case."""
+    for heads, batch, context in itertools.product(HEADS, (1, 16, 256), (1024, 4096)):
+        found = []
+        for tile_bytes, warps, stages in itertools.product((8192, 16384), (2, 4), (3, 5)):
+            triton_attention.decode_tiling = lambda block_dim, size, *, tile=(tile_bytes, warps, stages): (
+                Tiling(max(16, tile[0] // (block_dim * size)), tile[1], tile[2])
+            )
+            for programs, few, many in ((512, 64, 512), (1024, 64, 512), (1024, 128, 512), (2048, 64, 1024)):
+                triton_attention.DECODE_PROGRAMS = programs
+                triton_attention.SPLIT_TOKENS_FEW_ROWS = few
+                triton_attention.SPLIT_TOKENS_MANY_ROWS = many
+                setting = f"{tile_bytes >> 10}K w{warps} s{stages} programs {programs} splits {few}/{many}"
+                found.append((decode_seconds(batch, context, heads), setting))
+        floor = batch * context * heads[1] * heads[2] * 4 / PEAK_BYTES_PER_SECOND * 1e6
+        title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"
+        print(f"\n{title}: floor {floor:.1f} us", flush=True)
+        for seconds, setting in sorted(found)[:5]:
+            print(f"  {seconds * 1e6:8.1f} us  {setting}")
+
+
+def tune_prefill() -> None:
+    """Tilings of prefill attention at 8192 tokens, the best first for each head size."""
+    for heads in [*HEADS, (8, 4, 256)]:
+        found = []
+        for queries, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+            if (warps == 8 and queries == 64) or queries * keys * heads[2] > 128 * 128 * 128:
+                continue
+            triton_attention.prefill_tiling = lambda *_, tile=(keys, warps, stages, queries): Tiling(*tile)
+            try:
+                seconds = prefill_seconds(8192, 8192, heads)
+            except Exception as error:  # too much shared memory: not a candidate
+                print(f"  {queries} x {keys} w{warps} s{stages}: {type(error).__name__}")
+                continue
+            found.append((seconds, f"{queries} x {keys} w{warps} s{stages}"))
+        print(f"\nprefill {heads[0]}:{heads[1]} d{heads[2]}")
+        for seconds, setting in sorted(found)[:5]:
+            rate = prefill_flops(8192, 8192, 1, heads) / seconds
+            print(f"  {rate / 1e12:6.0f} TFLOP/s  {setting}")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", choices=("decode", "prefill"), help="compare the tilings of one kernel")
+    tune = parser.parse_args().tune
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, pages of {PAGE_SIZE} tokens")
+    for part in {
+        None: (report_decode, report_prefill, report_small_kernels),
+        "decode": (tune_decode,),
+        "prefill": (tune_prefill,),
+    }[tune]:
+        part()
+
+
+if __name__ == "__main__":
+    main()

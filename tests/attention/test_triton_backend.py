@@ -1,0 +1,121 @@
+"""The Triton backend against softmax attention written out in float64, on tiny steps.
+
+Real sizes are in `tests/gpu/test_attention_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokenmill.attention import create_backend
+from tokenmill.attention.base import AttentionSpec
+
+pytestmark = [
+    pytest.mark.cpu,
+    # Triton's interpreter turns one-element arrays into loop bounds.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+# The relative error of a whole step. Rounding the weights and the output to bfloat16 alone makes 3e-3.
+LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+def error(
+    ragged: SimpleNamespace,
+    device: str,
+    spec: AttentionSpec,
+    rows: list[tuple[int, int]],
+    *,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    heads_first: bool = False,
+) -> float:
+    step = ragged.ragged_step(
+        spec, rows, page_size=page_size, dtype=dtype, seed=len(rows), heads_first=heads_first, device=device
+    )
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], page_size)
+    backend.plan(step.layout)
+    out = backend.run(step.q, step.k, step.v, 0)
+    slots = step.layout.slot_mapping_T[0]
+    assert torch.equal(step.key_cache[slots // page_size, slots % page_size], step.k)
+    assert torch.equal(step.value_cache[slots // page_size, slots % page_size], step.v)
+    return float(ragged.relative_error(out, step.expected))
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(7, 1, 64), (2, 2, 80), (4, 2, 96), (2, 1, 128), (1, 1, 256)]
+)
+def test_heads_and_dtypes(
+    ragged: SimpleNamespace, triton_device: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    rows = [(1, 1), (1, 37), (5, 5), (3, 20)]
+    assert error(ragged, triton_device, spec, rows, dtype=dtype) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 64])
+def test_page_sizes(ragged: SimpleNamespace, triton_device: str, page_size: int) -> None:
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    rows = [(1, 70), (20, 90)]
+    assert error(ragged, triton_device, spec, rows, page_size=page_size) < LIMITS[torch.float32]
+
+
+@pytest.mark.parametrize("window", [1, 3, 33, 64, 1000])
+def test_windows(ragged: SimpleNamespace, triton_device: str, window: int) -> None:
+    spec = AttentionSpec(2, 1, 64, scale=0.125, window=window)
+    rows = [(1, 90), (1, 2), (40, 130), (30, 30)]
+    assert error(ragged, triton_device, spec, rows) < LIMITS[torch.float32]
+
+
+def test_splits_of_rows_of_different_lengths(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    # 64 tokens are the shortest split: one row of one split, one of two, one of many.
+    rows = [(1, 64), (1, 65), (1, 700)]
+    assert error(ragged, triton_device, spec, rows) < LIMITS[torch.float32]
+
+
+def test_splits_of_a_window(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(2, 1, 64, scale=0.125, window=150)
+    assert error(ragged, triton_device, spec, [(1, 400), (1, 20)]) < LIMITS[torch.float32]
+
+
+def test_more_keys_than_the_most_splits_hold_at_their_shortest(
+    ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenmill.kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "MAX_SPLITS", 8)
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    assert error(ragged, triton_device, spec, [(1, 1500), (1, 90)]) < LIMITS[torch.float32]
+
+
+def test_more_rows_than_one_search_looks_at(
+    ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenmill.kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "ROWS_PER_SEARCH", 4)
+    spec = AttentionSpec(1, 1, 64, scale=0.125)
+    rows = [(2 + index % 3, 5 + 4 * index) for index in range(11)]
+    assert error(ragged, triton_device, spec, rows) < LIMITS[torch.float32]
+
+
+def test_long_prompts_take_the_large_tiles(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(1, 1, 64, scale=0.125)
+    rows = [(1, 5), (130, 300), (129, 129)]
+    assert error(ragged, triton_device, spec, rows, dtype=torch.float16) < LIMITS[torch.float16]
+
+
+def test_long_prompts_with_a_window(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(1, 1, 64, scale=0.125, window=140)
+    rows = [(150, 420), (140, 140)]
+    assert error(ragged, triton_device, spec, rows, dtype=torch.float16) < LIMITS[torch.float16]
+
+
+def test_caches_with_heads_before_tokens(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(4, 2, 64, scale=0.125)
+    assert error(ragged, triton_device, spec, [(1, 40), (6, 30)], heads_first=True) < LIMITS[torch.float32]

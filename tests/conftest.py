@@ -1,0 +1,101 @@
+"""Shared fixtures: small random models of the true architectures, and what transformers says of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never reaches for the network
+
+_SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # far from zero, so that the best token leads clearly
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_model("llama", dtype="float32", **config)` gives a checkpoint folder with a byte tokenizer."""
+
+    @lru_cache(maxsize=None)
+    def build(family: str, dtype: str, settings: tuple[tuple[str, Any], ...]) -> Path:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        folder = tmp_path_factory.mktemp(family)
+        config = AutoConfig.for_model(family, **(_SIZES | dict(settings)))
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    def make(family: str = "llama", *, dtype: str = "float32", **settings: Any) -> Path:
+        return build(family, dtype, tuple(sorted(settings.items())))
+
+    return make
+
+
+def byte_tokenizer() -> Any:
+    """Token i is byte i; 256 = <s>, 257 = </s>, 258 = <pad>. Adds nothing to a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Byte-level BPE writes bytes as printable characters: printable ones as themselves, the rest from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="session")
+def transformers_greedy() -> Callable[..., list[int]]:
+    """`transformers_greedy(folder, prompt_ids, count)`: the next `count` tokens, one prompt at a time, float32."""
+
+    @lru_cache(maxsize=None)
+    def load(folder: Path) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @lru_cache(maxsize=None)
+    def complete(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+        import torch
+
+        model = load(folder)
+        with torch.inference_mode():
+            output = model(torch.tensor([prompt]), use_cache=True)
+            tokens = [int(output.logits[0, -1].argmax())]
+            while len(tokens) < count:
+                output = model(
+                    torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True
+                )
+                tokens.append(int(output.logits[0, -1].argmax()))
+        return tuple(tokens)
+
+    def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+        return list(complete(folder, tuple(prompt), count))
+
+    return greedy

@@ -1,0 +1,226 @@
+"""A fake mill that computes nothing but checks everything, and a loop that drives a scheduler with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenmill.core.policy import create_policy
+from tokenmill.core.scheduler import Scheduler, SchedulerLimits
+from tokenmill.kvcache import Cache
+from tokenmill.messages import Finish, Output, Request, StepPlan, StepResult
+from tokenmill.sampling_params import SamplingParams
+
+VOCABULARY = 5  # small, so that different requests come to share prefixes
+
+
+def fold(chain: int, token: int) -> int:
+    """What a key/value entry stands for: its token and everything before it."""
+    return (chain * 6364136223846793005 + token * 1442695040888963407 + 97) % 2**61
+
+
+def draw(chain: int, seed: int) -> int:
+    """The next token after a sequence; depends on nothing else."""
+    return ((chain ^ seed) >> 17) % VOCABULARY
+
+
+def run_alone(request: Request) -> tuple[list[int], Finish]:
+    """What a request must produce, computed without pages, rows or neighbours."""
+    chain = 0
+    for token in request.prompt_ids.tolist():
+        chain = fold(chain, token)
+    tokens: list[int] = []
+    while len(tokens) < request.max_new_tokens:
+        token = draw(chain, request.seed)
+        chain = fold(chain, token)
+        tokens.append(token)
+        if token in request.stop_ids:
+            return tokens, Finish("stop", matched=token)
+    return tokens, Finish("length", length=len(tokens))
+
+
+@dataclass
+class FakeRow:
+    """A row of the device: nothing of its last occupant is left."""
+
+    seed: int
+    last_token: int | None = None
+    pages: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, column) -> page
+
+
+class FakeMill:
+    """Runs plans in launch order. A page remembers the entries written to it, and every read is checked."""
+
+    def __init__(self, page_size: int, num_groups: int) -> None:
+        self.page_size = page_size
+        self.num_groups = num_groups
+        self.rows: dict[int, FakeRow] = {}
+        self.entries: dict[tuple[int, int, int], tuple[int, int]] = {}  # group, page, offset -> token, chain
+        self.results: deque[StepResult] = deque()
+        self.num_computed = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        self._set_up(plan)
+        slots, counts = plan.slots.tolist(), plan.counts.tolist()
+        assert len(set(slots)) == len(slots)
+        assert counts[: plan.num_decodes] == [1] * plan.num_decodes
+        assert min(counts) > 0
+        assert len(plan.token_ids) == sum(counts[plan.num_decodes :])
+        prompt_ids = iter(plan.token_ids.tolist())
+        written: set[tuple[int, int, int]] = set()
+        drawn = []
+        for index, (slot, start) in enumerate(zip(slots, plan.starts.tolist(), strict=True)):
+            row = self.rows[slot]
+            for position in range(start, start + counts[index]):
+                token = row.last_token if index < plan.num_decodes else next(prompt_ids)
+                assert token is not None
+                self._write(row, position, token, written)
+            self.num_computed += counts[index]
+            if plan.samples[index]:
+                row.last_token = self._read(row, start + counts[index])
+            drawn.append(row.last_token if plan.samples[index] else -1)
+        self.results.append(StepResult(token_ids=np.array(drawn, dtype=np.int32)))
+
+    def collect(self) -> StepResult:
+        return self.results.popleft()
+
+    def _set_up(self, plan: StepPlan) -> None:
+        if plan.new_rows is not None:
+            for slot, seed in zip(plan.new_rows.slots.tolist(), plan.new_rows.seeds.tolist(), strict=True):
+                self.rows[slot] = FakeRow(seed)
+        columns = (plan.page_slots, plan.page_groups, plan.page_columns, plan.page_ids)
+        for slot, group, column, page in zip(*(each.tolist() for each in columns), strict=True):
+            self.rows[slot].pages[group, column] = page
+
+    def _place(self, row: FakeRow, group: int, position: int) -> tuple[int, int, int]:
+        column, offset = divmod(position, self.page_size)
+        return group, row.pages[group, column], offset
+
+    def _write(self, row: FakeRow, position: int, token: int, written: set[tuple[int, int, int]]) -> None:
+        for group in range(self.num_groups):
+            chain = self.entries[self._place(row, group, position - 1)][1] if position else 0
+            place = self._place(row, group, position)
+            assert place not in written, "two rows of a step write to one place"
+            written.add(place)
+            self.entries[place] = (token, fold(chain, token))
+
+    def _read(self, row: FakeRow, length: int) -> int:
+        for group in range(self.num_groups):
+            chain = 0
+            for position in range(length):
+                token, stored = self.entries[self._place(row, group, position)]
+                chain = fold(chain, token)
+                assert stored == chain, f"position {position} reads keys of another sequence"
+        return draw(chain, row.seed)
+
+
+class Harness:
+    """A scheduler, its cache and a fake mill; `step` is one turn of the loop with `depth` steps in flight."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int | Sequence[int] = 64,
+        page_size: int = 4,
+        max_rows: int = 8,
+        max_step_tokens: int = 64,
+        max_sequence_tokens: int = 64,
+        depth: int = 1,
+        prefix_caching: bool = True,
+        policy: str = "fcfs",
+    ) -> None:
+        self.cache = Cache(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
+        limits = SchedulerLimits(
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_sequence_tokens=max_sequence_tokens,
+        )
+        self.limits = limits
+        self.scheduler = Scheduler(limits, cache=self.cache, policy=create_policy(policy, self.cache))
+        self.mill = FakeMill(page_size, 1 if isinstance(num_pages, int) else len(num_pages))
+        self.depth = depth
+        self.plans: list[StepPlan] = []
+        self.outputs: dict[str, list[Output]] = {}
+
+    def launch(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check_invariants()
+        if plan is not None:
+            assert int(plan.counts.sum()) <= self.limits.max_step_tokens
+            self.plans.append(plan)
+            self.mill.launch(plan)
+        return plan
+
+    def take_in(self) -> list[Output]:
+        return self.keep(self.scheduler.take_in(self.mill.collect()))
+
+    def step(self) -> None:
+        plan = self.launch() if self.scheduler.num_in_flight < self.depth else None
+        if self.scheduler.num_in_flight == self.depth or plan is None:
+            assert self.scheduler.num_in_flight, "nothing runs and nothing can"
+            self.take_in()
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if self.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError("the scheduler never becomes idle")
+
+    def keep(self, outputs: list[Output]) -> list[Output]:
+        self.scheduler.check_invariants()
+        for output in outputs:
+            earlier = self.outputs.setdefault(output.request_id, [])
+            assert not earlier or earlier[-1].finish is None, "an output after the last"
+            earlier.append(output)
+        return outputs
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def last(self, request_id: str) -> Output:
+        return self.outputs[request_id][-1]
+
+
+@pytest.fixture
+def harness() -> Callable[..., Harness]:
+    """`harness(num_pages=…, depth=…, …)`: a scheduler with a fake mill."""
+    return Harness
+
+
+@pytest.fixture
+def make_request() -> Callable[..., Request]:
+    """`make_request("a", [1, 2], 5, …)`: a request for the fake mill."""
+
+    def make(
+        name: str,
+        prompt: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        seed: int = 0,
+        stop_ids: tuple[int, ...] = (),
+        report_interval: int = 0,
+        **params: Any,
+    ) -> Request:
+        return Request(
+            id=name,
+            prompt_ids=np.array(prompt, dtype=np.int32),
+            params=SamplingParams(max_new_tokens=max_new_tokens, **params),
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop_ids=stop_ids,
+            report_interval=report_interval,
+        )
+
+    return make
+
+
+@pytest.fixture
+def alone() -> Callable[[Request], tuple[list[int], Finish]]:
+    """What a request must produce."""
+    return run_alone

@@ -1,0 +1,210 @@
+"""The core in a thread: messages in, Outputs out, and what everybody hears when the loop ends."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenmill.config import EngineConfig
+from tokenmill.core.launch import CoreThread
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
+from tokenmill.messages import EngineFacts, Output, Request, StepPlan, StepResult
+from tokenmill.sampling_params import SamplingParams
+
+FACTS = EngineFacts(
+    architecture="Fake",
+    device="cpu",
+    device_name="none",
+    dtype="float32",
+    attention_backend="none",
+    vocab_size=1000,
+    hidden_size=1,
+    num_layers=1,
+    num_parameters=0,
+    context_length=128,
+    max_sequence_tokens=128,
+    max_total_num_tokens=256,
+    page_size=4,
+    max_running_requests=8,
+    max_step_tokens=32,
+    steps_in_flight=2,
+    eos_token_ids=(),
+    weight_bytes=0,
+    cache_bytes=0,
+    load_seconds=0.0,
+)
+
+
+class CountingRunner:
+    """The token drawn at position p is p; waits before each step while `gate` is closed; fails when told to."""
+
+    def __init__(self, facts: EngineFacts = FACTS) -> None:
+        self.facts = facts
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.closed = False
+        self._launched: deque[StepResult] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        assert self.gate.wait(10)
+        if self.failure is not None:
+            raise self.failure
+        tokens = np.where(plan.samples, plan.starts + plan.counts, -1).astype(np.int32)
+        self._launched.append(StepResult(tokens))
+
+    def sample(self, masks: None) -> None:
+        pass
+
+    def collect(self) -> StepResult:
+        return self._launched.popleft()
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        return {"cache_bytes": 0}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Ears:
+    """Collects what the core says."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+        self.death: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            self.outputs += outputs
+            self._changed.notify_all()
+
+    def died(self, error: BaseException) -> None:
+        with self._changed:
+            self.death = error
+            self._changed.notify_all()
+
+    def wait_finished(self, count: int) -> list[Output]:
+        def finished() -> list[Output]:
+            return [output for output in self.outputs if output.finish is not None]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(finished()) >= count, timeout=10)
+            return finished()
+
+    def wait_dead(self) -> BaseException:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.death is not None, timeout=10)
+            assert self.death is not None
+            return self.death
+
+
+def request(name: str, *, prompt_length: int = 5, max_new_tokens: int = 4, interval: int = 0) -> Request:
+    return Request(
+        id=name,
+        prompt_ids=np.arange(prompt_length, dtype=np.int32),
+        params=SamplingParams(temperature=0),
+        max_new_tokens=max_new_tokens,
+        seed=0,
+        stop_ids=(),
+        report_interval=interval,
+    )
+
+
+@pytest.fixture
+def mill() -> CountingRunner:
+    return CountingRunner()
+
+
+@pytest.fixture
+def ears() -> Ears:
+    return Ears()
+
+
+@pytest.fixture
+def core(mill: CountingRunner, ears: Ears) -> Iterator[CoreThread]:
+    core = CoreThread(mill, EngineConfig(), deliver=ears.deliver, died=ears.died)
+    yield core
+    mill.gate.set()
+    core.close()
+
+
+def test_requests_are_answered_in_full(core: CoreThread, ears: Ears) -> None:
+    core.submit([request(str(index), prompt_length=5 + index) for index in range(20)])
+    for output in ears.wait_finished(20):
+        first = 5 + int(output.request_id)
+        assert list(output.token_ids) == [first, first + 1, first + 2, first + 3]
+
+
+def test_interval_reports_as_tokens_come(core: CoreThread, ears: Ears) -> None:
+    core.submit([request("a", max_new_tokens=5, interval=2)])
+    ears.wait_finished(1)
+    assert [list(output.token_ids) for output in ears.outputs] == [[5, 6], [7, 8], [9]]
+
+
+def test_cancel_ends_a_running_request(core: CoreThread, mill: CountingRunner, ears: Ears) -> None:
+    mill.gate.clear()
+    core.submit([request("a", max_new_tokens=100), request("b")])
+    core.cancel(["a", "unknown"])
+    mill.gate.set()
+    kinds = {output.request_id: output.finish.kind for output in ears.wait_finished(2) if output.finish}
+    assert kinds == {"a": "abort", "b": "length"}
+
+
+def test_calls_are_answered_and_their_errors_reach_the_caller(core: CoreThread) -> None:
+    assert core.call("flush_cache")[0] is True
+    assert core.call("load") == {"running": 0, "waiting": 0}
+    with pytest.raises(InvalidArgument, match="no_such_call"):
+        core.call("no_such_call")
+    assert core.call("flush_cache")[0] is True  # the loop lives on
+
+
+def test_close_aborts_what_is_left_and_is_idempotent(core: CoreThread, mill: CountingRunner, ears: Ears) -> None:
+    mill.gate.clear()
+    core.submit([request("a", max_new_tokens=100)])
+    threading.Timer(0.05, mill.gate.set).start()
+    core.close()
+    core.close()
+    assert mill.closed
+    assert [output.finish.kind for output in ears.wait_finished(1) if output.finish] == ["abort"]
+    with pytest.raises(EngineClosed):
+        core.submit([request("b")])
+    with pytest.raises(EngineClosed):
+        core.call("load")
+
+
+def test_a_crash_reaches_everybody_with_its_cause(core: CoreThread, mill: CountingRunner, ears: Ears) -> None:
+    mill.failure = ArithmeticError("the device is on fire")
+    core.submit([request("a")])
+    assert ears.wait_dead() is mill.failure
+    with pytest.raises(EngineDead, match="on fire") as caught:
+        core.submit([request("b")])
+    assert caught.value.__cause__ is mill.failure
+    with pytest.raises(EngineDead, match="on fire"):
+        core.call("load")
+    core.close()
+    assert mill.closed
+
+
+def test_a_call_that_waits_while_the_loop_dies_is_answered(core: CoreThread, mill: CountingRunner) -> None:
+    mill.gate.clear()
+    mill.failure = ArithmeticError("the device is on fire")
+    core.submit([request("a")])
+    threading.Timer(0.05, mill.gate.set).start()
+    with pytest.raises(EngineDead, match="on fire"):
+        core.call("load")
+
+
+def test_no_step_in_flight_gives_the_same(ears: Ears) -> None:
+    core = CoreThread(
+        CountingRunner(replace(FACTS, steps_in_flight=1)), EngineConfig(), deliver=ears.deliver, died=ears.died
+    )
+    core.submit([request("a")])
+    assert list(ears.wait_finished(1)[0].token_ids) == [5, 6, 7, 8]
+    core.close()

@@ -1,0 +1,521 @@
+"""Requests out, results in: routing, closing early, death, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import itertools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tokenmill import EngineClosed, EngineConfig, EngineDead, InvalidArgument
+from tokenmill.frontend.client import Call, Client
+from tokenmill.frontend.inputs import Job
+from tokenmill.frontend.tokenizer import Tokenizer
+from tokenmill.messages import Request
+
+pytestmark = pytest.mark.cpu
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def client(cores: list[Any], config: EngineConfig, tokenizers: dict[str, Tokenizer]) -> Iterator[Client]:
+    client = Client(config, tokenizers["bytes"])
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def prepare(client: Client, make_request: Callable[..., Request]) -> Callable[..., Call]:
+    """`prepare("text", ...)` makes a call of these prompts; one prompt is a single one."""
+
+    def make(*texts: str, stream: bool = False, **settings: Any) -> Call:
+        interval = settings.pop("report_interval", 1 if stream or "stop" in settings else 0)
+        requests = tuple(
+            make_request(
+                list(text.encode()),
+                request_id=settings.pop("rid", f"r{next(_numbers)}"),
+                report_interval=interval,
+                **settings,
+            )
+            for text in texts
+        )
+        return client.prepare(Job(requests, single=len(texts) == 1), stream=stream)
+
+    return make
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def is_clean(client: Client, core: Any) -> bool:
+    """Nothing is in flight, neither here nor there."""
+    return not client._flying and not client._flying_ids and core.num_running == 0
+
+
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 50_000}
+
+
+# ── four ways to wait ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_single_result_and_a_batch_in_input_order(client: Client, prepare: Any, cores: list[Any]) -> None:
+    assert client.run(prepare("hi"))["text"] == "hi"
+    texts = [f"row {index}" * (1 + index * 7 % 5) for index in range(40)]
+    results = client.run(prepare(*texts))
+    assert results["text"] == texts
+    assert [result["output_ids"] for result in results] == [[*text.encode(), 257] for text in texts]
+    assert all("index" not in result for result in results)
+    assert is_clean(client, cores[0])
+
+
+def test_an_empty_batch(client: Client) -> None:
+    job = Job((), single=False)
+    assert client.run(client.prepare(job, stream=False)) == []
+    assert list(client.stream(client.prepare(job, stream=True), owner=None)) == []
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_stream_of_pieces(client: Client, prepare: Any, interval: int) -> None:
+    chunks = list(client.stream(prepare("été 😀", stream=True, report_interval=interval), owner=None))
+    assert "".join(chunk["text"] for chunk in chunks) == "été 😀"
+    assert [token for chunk in chunks for token in chunk["output_ids"]] == [*"été 😀".encode(), 257]
+    assert all("\ufffd" not in chunk["text"] for chunk in chunks)
+    assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": 257}
+    counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(set(counts))
+
+
+def test_a_stream_of_a_batch_has_an_index(client: Client, prepare: Any) -> None:
+    texts = ["a", "longer text", "mid"]
+    merged = ["", "", ""]
+    for chunk in client.stream(prepare(*texts, stream=True), owner=None):
+        merged[chunk["index"]] += chunk["text"]
+    assert merged == texts
+
+
+def test_cumulative_chunks(
+    cores: list[Any], config: EngineConfig, tokenizers: dict[str, Tokenizer], make_request: Any
+) -> None:
+    client = Client(replace(config, cumulative_stream=True), tokenizers["bytes"])
+    job = Job((make_request(list(b"abc")),), single=True)
+    chunks = list(client.stream(client.prepare(job, stream=True), owner=None))
+    assert [chunk["text"] for chunk in chunks] == ["a", "ab", "abc", "abc"]
+    assert [len(chunk["output_ids"]) for chunk in chunks] == [1, 2, 3, 4]
+    assert [chunk["meta_info"]["finish_reason"] is None for chunk in chunks] == [True, True, True, False]
+
+
+def test_async_results_and_streams(client: Client, prepare: Any, cores: list[Any]) -> None:
+    async def main() -> None:
+        results = await asyncio.gather(*(client.run_async(prepare(f"task {index}")) for index in range(20)))
+        assert [result["text"] for result in results] == [f"task {index}" for index in range(20)]
+        assert (await client.run_async(prepare("a", "b")))["text"] == ["a", "b"]
+        pieces = [c["text"] async for c in client.stream_async(prepare("xyz", stream=True), owner=None)]
+        assert "".join(pieces) == "xyz"
+
+    asyncio.run(main())
+    asyncio.run(main())
+    assert is_clean(client, cores[0])
+
+
+def test_the_loop_goes_on_while_a_task_waits(client: Client, prepare: Any, gate: threading.Event) -> None:
+    gate.clear()
+
+    async def main() -> int:
+        waiting = asyncio.create_task(client.run_async(prepare("later")))
+        ticks = 0
+        while not waiting.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+            if ticks == 10:
+                gate.set()
+        assert (await waiting)["text"] == "later"
+        return ticks
+
+    assert asyncio.run(main()) >= 10
+
+
+def test_a_stream_may_move_to_another_loop(client: Client, prepare: Any) -> None:
+    stream = client.stream_async(prepare("abc", stream=True), owner=None)
+
+    async def first() -> str:
+        return (await anext(stream))["text"]
+
+    async def rest() -> str:
+        return "".join([chunk["text"] async for chunk in stream])
+
+    assert asyncio.run(first()) + asyncio.run(rest()) == "abc"
+
+
+def test_many_threads(client: Client, prepare: Any, cores: list[Any]) -> None:
+    wrong: list[str] = []
+
+    def work(name: int) -> None:
+        for turn in range(10):
+            text = f"thread {name} turn {turn}"
+            if turn % 2:
+                got = client.run(prepare(text))["text"]
+            else:
+                chunks = client.stream(prepare(text, stream=True), owner=None)
+                got = "".join(chunk["text"] for chunk in chunks)
+            if got != text:
+                wrong.append(got)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert is_clean(client, cores[0])
+
+
+# ── stop strings ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("interval", [1, 4, 100])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_request(
+    client: Client, prepare: Any, cores: list[Any], interval: int, stream: bool
+) -> None:
+    """However the tokens come: the same text, tokens and reason; the core is told."""
+    call = prepare("one STOP two", stop=["STOP"], stream=stream, report_interval=interval)
+    if stream:
+        chunks = list(client.stream(call, owner=None))
+        result = {
+            "text": "".join(chunk["text"] for chunk in chunks),
+            "output_ids": [token for chunk in chunks for token in chunk["output_ids"]],
+            "meta_info": chunks[-1]["meta_info"],
+        }
+    else:
+        result = client.run(call)
+    assert result["text"] == "one "
+    assert result["output_ids"] == list(b"one STOP")
+    assert result["meta_info"]["completion_tokens"] == 8
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": "STOP"}
+    wait_until(lambda: is_clean(client, cores[0]))
+
+
+def test_a_stop_string_cancels_what_would_go_on(client: Client, prepare: Any, cores: list[Any]) -> None:
+    result = client.run(prepare("ab.", stop=".", **ENDLESS))
+    assert result["text"] == "ab"
+    wait_until(lambda: is_clean(client, cores[0]))
+    assert len(cores[0].cancelled) == 1
+
+
+def test_chunks_hold_back_the_start_of_a_stop_string(client: Client, prepare: Any) -> None:
+    chunks = [c["text"] for c in client.stream(prepare("a<b<end>c", stop="<end>", stream=True), owner=None)]
+    assert "".join(chunks) == "a<b"
+    assert chunks == ["a", "", "<b", "", "", "", "", ""]
+
+
+# ── letting go ────────────────────────────────────────────────────────────────────────────────
+
+
+def break_off(client: Client, call: Call) -> None:
+    for _ in client.stream(call, owner=None):
+        break
+
+
+def close_early(client: Client, call: Call) -> None:
+    stream = client.stream(call, owner=None)
+    next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+
+
+def never_look(client: Client, call: Call) -> None:
+    client.stream(call, owner=None)
+
+
+def collect_garbage(client: Client, call: Call) -> None:
+    ring: dict[str, Any] = {"stream": client.stream(call, owner=None)}
+    ring["self"] = ring
+    del ring
+    gc.collect()
+
+
+def close_async(client: Client, call: Call) -> None:
+    async def main() -> None:
+        stream = client.stream_async(call, owner=None)
+        await anext(stream)
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+
+    asyncio.run(main())
+
+
+def break_async(client: Client, call: Call) -> None:
+    async def main() -> None:
+        async for _ in client.stream_async(call, owner=None):
+            break
+
+    asyncio.run(main())
+
+
+def cancel_task_of_stream(client: Client, call: Call) -> None:
+    async def consume() -> None:
+        async for _ in client.stream_async(call, owner=None):
+            await asyncio.sleep(0)
+
+    asyncio.run(cancel_soon(consume()))
+
+
+def cancel_task(client: Client, call: Call) -> None:
+    asyncio.run(cancel_soon(client.run_async(call)))
+
+
+async def cancel_soon(coroutine: Any) -> None:
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(
+    "let_go",
+    [
+        break_off,
+        close_early,
+        never_look,
+        collect_garbage,
+        close_async,
+        break_async,
+        cancel_task_of_stream,
+        cancel_task,
+    ],
+)
+def test_letting_go_cancels(
+    let_go: Callable[[Client, Call], None], client: Client, prepare: Any, cores: list[Any]
+) -> None:
+    let_go(client, prepare("one", "two", stream=let_go is not cancel_task, **ENDLESS))
+    wait_until(lambda: len(cores[0].cancelled) == 2 and is_clean(client, cores[0]))
+    assert client.run(prepare("still alive"))["text"] == "still alive"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_cancels_and_is_raised(
+    client: Client, prepare: Any, cores: list[Any], gate: threading.Event, stream: bool
+) -> None:
+    gate.clear()
+    call = prepare("long", stream=stream, **ENDLESS)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        if stream:
+            next(client.stream(call, owner=None))
+        else:
+            client.run(call)
+    timer.join()
+    gate.set()
+    wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
+
+
+# ── ids ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_id_in_flight_is_refused(client: Client, prepare: Any, cores: list[Any]) -> None:
+    stream = client.stream(prepare("one", rid="mine", stream=True, **ENDLESS), owner=None)
+    with pytest.raises(InvalidArgument, match="'mine' is in flight"):
+        client.run(prepare("two", rid="mine"))
+    assert next(stream)["meta_info"]["id"] == "mine"
+    stream.close()
+    # At once, although the core may not have let go of the first yet.
+    result = client.run(prepare("three", rid="mine"))
+    assert result["text"] == "three"
+    assert result["meta_info"]["id"] == "mine"
+    wait_until(lambda: is_clean(client, cores[0]))
+
+
+def test_late_tokens_of_a_cancelled_request_reach_nobody(
+    client: Client, prepare: Any, gate: threading.Event
+) -> None:
+    for turn in range(30):
+        stream = client.stream(prepare("x", rid="same", stream=True, **ENDLESS), owner=None)
+        next(stream)
+        stream.close()
+        result = client.run(prepare(f"turn {turn}", rid="same"))
+        assert result["text"] == f"turn {turn}"
+        assert result["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("rid", "every", "ended"),
+    [
+        ("job", False, {"job", "job_0", "job_1", "jobs"}),
+        ("job_1", False, {"job_1"}),
+        ("set", False, {"set_0", "set_1"}),
+        ("se", False, set()),
+        ("", False, set()),
+        ("unknown", False, set()),
+        ("", True, {"job", "job_0", "job_1", "jobs", "set_0", "set_1"}),
+    ],
+)
+def test_abort(
+    client: Client, prepare: Any, cores: list[Any], rid: str, every: bool, ended: set[str]
+) -> None:
+    names = ["job", "job_0", "job_1", "jobs", "set_0", "set_1"]
+    streams = {
+        name: client.stream(prepare("x", rid=name, stream=True, **ENDLESS), owner=None) for name in names
+    }
+    client.abort(rid, every=every)
+    # One that is not meant ends after those that are.
+    client.run(prepare("done"))
+    assert len(cores[0].cancelled) == len(ended)
+    for name in ended:
+        last = list(streams[name])[-1]
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert client._flying_ids == set(names) - ended
+
+
+# ── death and shutdown ────────────────────────────────────────────────────────────────────────
+
+
+def test_death_reaches_everybody_who_waits(
+    client: Client, prepare: Any, cores: list[Any], gate: threading.Event
+) -> None:
+    gate.clear()
+    caught: list[BaseException] = []
+
+    def wait(wait_for: Callable[[], object]) -> None:
+        try:
+            wait_for()
+        except EngineDead as error:
+            caught.append(error)
+
+    async def iterate() -> None:
+        async for _ in client.stream_async(prepare("d", stream=True), owner=None):
+            pass
+
+    ways: list[Callable[[], object]] = [
+        lambda: client.run(prepare("a", "b")),
+        lambda: list(client.stream(prepare("b", stream=True), owner=None)),
+        lambda: asyncio.run(client.run_async(prepare("c"))),
+        lambda: asyncio.run(iterate()),
+    ]
+    threads = [threading.Thread(target=wait, args=(way,)) for way in ways]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(client._flying) == 5)
+    cause = RuntimeError("the device is gone")
+    cores[0].die(cause)
+    for thread in threads:
+        thread.join(5)
+    assert len(caught) == 4
+    assert all(error.__cause__ is cause for error in caught)
+    assert len(set(map(id, caught))) == 4
+    with pytest.raises(EngineDead, match="the device is gone") as error:
+        client.run(prepare("e"))
+    assert error.value.__cause__ is cause
+    with pytest.raises(EngineDead):
+        client.flush_cache()
+    assert not client._flying
+
+
+def test_a_stream_gives_what_came_before_the_death(
+    client: Client, prepare: Any, cores: list[Any], gate: threading.Event
+) -> None:
+    stream = client.stream(prepare("abc", stream=True, **ENDLESS), owner=None)
+    pieces = [next(stream)["text"]]
+    cores[0].die(RuntimeError("gone"))
+    with pytest.raises(EngineDead):
+        pieces.extend(chunk["text"] for chunk in stream)
+    assert "".join(pieces).startswith("abc"[: len(pieces)])
+    assert list(stream) == []
+
+
+def test_shutdown_reaches_everybody_who_waits(
+    client: Client, prepare: Any, cores: list[Any], gate: threading.Event
+) -> None:
+    gate.clear()
+    stream = client.stream(prepare("a", stream=True), owner=None)
+    threading.Timer(0.02, client.close).start()
+    with pytest.raises(EngineClosed):
+        next(stream)
+    client.close()
+    with pytest.raises(EngineClosed, match="make a new one"):
+        client.run(prepare("b"))
+    with pytest.raises(EngineClosed):
+        client.flush_cache()
+    assert cores[0].closed
+
+
+# ── costs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_text_without_stream_or_stop_strings_is_made_once(
+    client: Client, prepare: Any, tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    original = Tokenizer.texts
+
+    def counting(self: Tokenizer, finished: Any) -> list[str]:
+        calls.append(len(finished))
+        return original(self, finished)
+
+    def forbidden(self: Tokenizer, request: Request) -> Any:
+        raise AssertionError("no text is needed before the end")
+
+    monkeypatch.setattr(Tokenizer, "texts", counting)
+    monkeypatch.setattr(Tokenizer, "open_text", forbidden)
+    client.run(prepare("a", "b", "c"))
+    assert calls == [3]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("show", "is_terminal", "num_rows", "expected"),
+    [
+        (None, True, 2, True),
+        (None, False, 2, False),
+        (True, False, 2, True),
+        (False, True, 2, False),
+        (True, True, 1, False),
+    ],
+)
+def test_progress_bar(
+    client: Client,
+    prepare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    show: bool | None,
+    is_terminal: bool,
+    num_rows: int,
+    expected: bool,
+) -> None:
+    written = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr("tokenmill.frontend.client._QUIET_SECONDS", 0)
+    client._config = replace(client._config, show_progress=show)
+    threads = threading.active_count()
+    client.run(prepare(*["text"] * num_rows))
+    assert ("2/2" in written.getvalue() and "tokens/s" in written.getvalue()) == expected
+    assert bool(written.getvalue()) == expected
+    assert threading.active_count() == threads
+
+
+def test_a_short_job_shows_no_bar(client: Client, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Terminal()
+    monkeypatch.setattr(sys, "stderr", written)
+    client.run(prepare("a", "b"))
+    assert written.getvalue() == ""

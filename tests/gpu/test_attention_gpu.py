@@ -1,0 +1,202 @@
+"""The Triton and the torch backend at real sizes on a GPU, against attention written out in float64 there."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.attention import create_backend
+from tokenmill.attention.base import AttentionSpec, Backend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# The relative error of a whole step. Rounding the weights and the output to bfloat16 alone makes 3e-3.
+LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (12, 12, 80), (24, 8, 96), (8, 4, 256), (16, 1, 128)]
+
+
+@pytest.fixture(scope="module")
+def ragged() -> SimpleNamespace:
+    path = Path(__file__).parents[1] / "attention" / "ragged.py"
+    return SimpleNamespace(**runpy.run_path(str(path)))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Memory that the allocator hands out next is NaN: an output that nobody wrote shows."""
+    for size in (2**28, 2**24, 2**20, 2**16):
+        torch.full((size,), torch.nan, device="cuda")
+
+
+def backend_for(step: Any, spec: AttentionSpec, page_size: int, name: str = "triton") -> Backend:
+    return create_backend(name, [spec], [step.key_cache], [step.value_cache], page_size)
+
+
+def answer(backend: Backend, step: Any) -> torch.Tensor:
+    backend.plan(step.layout)
+    return backend.run(step.q, step.k, step.v, 0)
+
+
+def random_rows(draw: random.Random) -> list[tuple[int, int]]:
+    decodes = [(1, draw.randint(1, draw.choice((20, 700, 5000)))) for _ in range(draw.choice((0, 1, 5, 40)))]
+    prefills = []
+    for _ in range(draw.choice((0, 1, 3, 9))):
+        queries = draw.randint(2, draw.choice((20, 200, 1500)))
+        prefills.append((queries, queries + draw.choice((0, draw.randint(1, 2000)))))
+    return decodes + prefills or [(1, 1)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_batches(ragged: SimpleNamespace, seed: int) -> None:
+    draw = random.Random(seed)
+    heads, kv_heads, head_dim = HEADS[seed % len(HEADS)]
+    dtype = list(LIMITS)[seed % 3]
+    page_size = draw.choice((1, 16, 64))
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, scale=head_dim**-0.5, window=draw.choice((None, None, 1, 100, 1024))
+    )
+    step = ragged.ragged_step(
+        spec,
+        random_rows(draw),
+        page_size=page_size,
+        dtype=dtype,
+        seed=seed,
+        heads_first=draw.random() < 0.3,
+        device="cuda",
+    )
+    for name in ("triton", "torch"):
+        out = answer(backend_for(step, spec, page_size, name), step)
+        assert ragged.relative_error(out, step.expected) < LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 16, 256])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS[:3])
+def test_decoding(
+    ragged: SimpleNamespace, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    draw = random.Random(batch)
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    longest = 1100 if batch == 256 else 9000
+    rows = [(1, longest), *((1, draw.randint(1, longest)) for _ in range(batch - 1))]
+    step = ragged.ragged_step(spec, rows, page_size=16, dtype=dtype, seed=batch, device="cuda")
+    assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("row", [(4096, 4096), (1000, 6000), (20, 6000)])
+def test_a_long_prompt(
+    ragged: SimpleNamespace, dtype: torch.dtype, window: int | None, row: tuple[int, int]
+) -> None:
+    spec = AttentionSpec(4, 2, 128, scale=128**-0.5, window=window)
+    step = ragged.ragged_step(spec, [row], page_size=16, dtype=dtype, seed=1, device="cuda")
+    assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
+
+
+def test_a_captured_step_follows_the_device(ragged: SimpleNamespace) -> None:
+    """A graph planned with upper bounds gives each row's own answer after lengths and pages have changed."""
+    spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
+    first, second = (
+        ragged.ragged_step(
+            spec,
+            [(1, length) for length in lengths],
+            page_size=16,
+            dtype=torch.bfloat16,
+            seed=9,
+            device="cuda",
+        )
+        for lengths in ((30, 4000, 700), (2900, 1, 801))
+    )
+    width = max(step.layout.page_table_RP[0].shape[1] for step in (first, second))
+    tables = [
+        torch.nn.functional.pad(
+            step.layout.page_table_RP[0], (0, width - step.layout.page_table_RP[0].shape[1])
+        )
+        for step in (first, second)
+    ]
+    pages = max(first.key_cache.shape[0], second.key_cache.shape[0])
+    caches = [torch.zeros(pages, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    layout = first.layout
+    layout.page_table_RP = (tables[0].clone(),)
+    layout.host_lengths = [8000] * 3
+    q, k, v = first.q.clone(), first.k.clone(), first.v.clone()
+    backend = create_backend("triton", [spec], caches[:1], caches[1:], 16)
+    backend.plan(layout)
+    backend.run(q, k, v, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.plan(layout)
+        out = backend.run(q, k, v, 0)
+    for step, table in zip((first, second), tables, strict=True):
+        for cache, filled in zip(caches, (step.key_cache, step.value_cache), strict=True):
+            cache[: len(filled)] = filled
+        layout.page_table_RP[0].copy_(table)
+        layout.lengths_R.copy_(step.layout.lengths_R)
+        layout.slot_mapping_T[0].copy_(step.layout.slot_mapping_T[0])
+        for mine, theirs in ((q, step.q), (k, step.k), (v, step.v)):
+            mine.copy_(theirs)
+        graph.replay()
+        assert ragged.relative_error(out, step.expected) < LIMITS[torch.bfloat16]
+
+
+def test_a_row_of_length_zero_harms_nobody(ragged: SimpleNamespace) -> None:
+    spec = AttentionSpec(14, 2, 64, scale=0.125)
+    step = ragged.ragged_step(
+        spec, [(1, 50), (1, 900), (1, 3)], page_size=16, dtype=torch.bfloat16, seed=2, device="cuda"
+    )
+    backend = backend_for(step, spec, 16)
+    answer(backend, step)
+    step.layout.lengths_R[1] = 0
+    out = answer(backend, step)
+    for row in (0, 2):
+        assert ragged.relative_error(out[row], step.expected[row]) < LIMITS[torch.bfloat16]
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of the kernels compiled (or fetched from the disk) during the test."""
+    import triton
+
+    names: list[str] = []
+    hook = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = lambda **facts: names.append(str(facts["repr"]))
+    yield names
+    triton.knobs.runtime.jit_cache_hook = hook
+
+
+def test_steps_of_one_engine_share_kernels_and_never_wait(
+    ragged: SimpleNamespace, compilations: list[str]
+) -> None:
+    """Row counts, table widths and where slices begin change nothing that a kernel is compiled for."""
+    spec = AttentionSpec(14, 2, 64, scale=0.125)
+    batches = [
+        [(1, 10)] * decodes + [(queries, queries + 3)] * prefills
+        for decodes, prefills, queries in ((4, 3, 20), (1, 1, 7), (7, 2, 64), (16, 5, 33), (3, 1, 2))
+    ]
+    steps = [
+        ragged.ragged_step(spec, rows, page_size=16, dtype=torch.bfloat16, seed=index, device="cuda")
+        for index, rows in enumerate(batches)
+    ]
+    answer(backend_for(steps[0], spec, 16), steps[0])
+    compilations.clear()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = [answer(backend_for(step, spec, 16), step) for step in steps[1:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compilations == []
+    for out, step in zip(outs, steps[1:], strict=True):
+        assert ragged.relative_error(out, step.expected) < LIMITS[torch.bfloat16]

@@ -1,0 +1,136 @@
+"""Compile kernels for sm_90 on a machine without a GPU and print, as JSON, what the assembler made of them.
+
+Run as a script, because Triton cannot compile in a process that uses its interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tokenmill.kernels import triton_attention, triton_norm
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def compiled(
+    kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
+) -> dict[str, Any]:
+    """Registers, local memory, shared memory and tensor-core instructions of one variant.
+
+    Strides are multiples of 16 and addresses are aligned to it, where the kernels count on it.
+    """
+    signature = {name: "constexpr" for name in constants}
+    signature |= {name: f"*{kind}" for name, kind in pointers.items()} | scalars
+    order = [parameter.name for parameter in kernel.params]
+    aligned = [
+        name for name in order if name in ALIGNED or name in STRIDES or name.endswith(("_outer", "_inner"))
+    ]
+    attributes = {(order.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: signature[name] for name in order},
+        constexprs={(order.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    binary = triton.compile(source, target=HOPPER, options=options)
+    return {"shared": binary.metadata.shared, **_assembled(binary.asm["cubin"])}
+
+
+def _assembled(cubin: bytes) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
+    return {
+        "registers": int(resources["REG"]),
+        "stack": int(resources["STACK"]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "HGMMA": sass.count("HGMMA"),
+        "HMMA": sass.count("HMMA"),
+        "wide_copies": len(re.findall(r"LDGSTS\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
+        "copies": sass.count("LDGSTS"),
+    }
+
+
+STRIDES = dict.fromkeys(
+    ("stride_qt", "stride_qh", "stride_page", "stride_token", "stride_head", "stride_ot", "stride_oh"), "i32"
+)
+ALIGNED = {"q", "key_cache", "value_cache", "out", "x", "residual", "weight", "total"}
+CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
+
+
+def decode(head_dim: int, group: int, *, single: bool) -> dict[str, Any]:
+    block_dim = triton.next_power_of_2(head_dim)
+    tiling = triton_attention.decode_tiling(block_dim, 2)
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "WINDOW": 0,
+        "SINGLE": single,
+        "BLOCK_G": max(16, triton.next_power_of_2(group)),
+        "BLOCK_N": tiling.keys,
+        "BLOCK_DIM": block_dim,
+    }
+    pointers = {"q": "bf16", **CACHES, "out": "bf16", "partial": "fp32", "statistics": "fp32"}
+    scalars = {
+        "scale_log2": "fp32",
+        "max_splits": "i32",
+        "min_split": "i32",
+        "stride_table": "i32",
+        **STRIDES,
+    }
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return compiled(triton_attention._decode_kernel, pointers, scalars, constants, **options)
+
+
+def prefill(head_dim: int, group: int, *, window: int = 0) -> dict[str, Any]:
+    tiling = triton_attention.prefill_tiling(head_dim, 2, 4096)
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "WINDOW": window,
+        "ROWS_PER_SEARCH": triton_attention.ROWS_PER_SEARCH,
+        "BLOCK_M": tiling.queries,
+        "BLOCK_N": tiling.keys,
+        "BLOCK_DIM": triton.next_power_of_2(head_dim),
+    }
+    pointers = {"q": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
+    scalars = {"scale_log2": "fp32", "num_rows": "i32", "stride_table": "i32", **STRIDES}
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return compiled(triton_attention._prefill_kernel, pointers, scalars, constants, **options)
+
+
+def norm(size: int) -> dict[str, Any]:
+    pointers = {"x": "bf16", "residual": "bf16", "weight": "bf16", "out": "bf16", "total": "bf16"}
+    strides = ("stride_outer", "stride_inner", "residual_stride_outer", "residual_stride_inner")
+    scalars = {"epsilon": "fp32", "num_rows": "i32", "inner": "i32", **dict.fromkeys(strides, "i32")}
+    constants = {"SIZE": size, "BLOCK_ROWS": 1, "BLOCK_SIZE": triton.next_power_of_2(size)}
+    return compiled(triton_norm._add_rms_norm_kernel, pointers, scalars, constants, num_warps=8)
+
+
+if __name__ == "__main__":
+    json.dump(
+        {
+            "decode 64": decode(64, 7, single=True),
+            "decode 128 split": decode(128, 4, single=False),
+            "prefill 64 window": prefill(64, 7, window=512),
+            "prefill 128": prefill(128, 4),
+            "prefill 256": prefill(256, 2),
+            "norm 4096": norm(4096),
+        },
+        sys.stdout,
+    )

@@ -1,0 +1,88 @@
+"""Packed products agree with plain ones; stacked projections find their places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tokenmill.layers.linear import Linear, PackedLinear, TiedLinear, can_pack, pack_linears
+
+CPU = torch.device("cpu")
+
+
+def make(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> Linear:
+    layer = Linear(inputs, outputs, bias=bias, dtype=dtype)
+    generator = torch.Generator().manual_seed(inputs + outputs)
+    for parameter in layer.parameters():
+        parameter.normal_(generator=generator)
+    return layer
+
+
+def skip_unless_packable(dtype: torch.dtype) -> None:
+    if not can_pack(dtype, CPU):
+        pytest.skip(f"this machine does not pack {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(384, 640), (64, 128), (17, 33), (1, 1)])
+def test_packed_equals_plain(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    skip_unless_packable(dtype)
+    plain = make(inputs, outputs, bias=bias, dtype=dtype)
+    packed = PackedLinear(plain)
+    for rows in (0, 1, 2, 7, 16, 65):
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        exact = x.double() @ plain.weight.double().T
+        if plain.bias is not None:
+            exact += plain.bias.double()
+        assert packed(x).dtype == dtype
+        unit = torch.finfo(dtype).eps * max(float(exact.abs().max()), 1.0) if rows else 0.0
+        slack = 8 * unit if dtype == torch.float32 else unit
+        assert torch.allclose(packed(x).double(), exact, rtol=0, atol=slack)
+        assert torch.allclose(plain(x).double(), exact, rtol=0, atol=slack)
+
+
+def test_packing_replaces_linears_wherever_they_are() -> None:
+    skip_unless_packable(torch.float32)
+    inner = make(8, 8, bias=True, dtype=torch.float32)
+    owner = make(8, 5, bias=False, dtype=torch.float32)
+    model = nn.ModuleDict({"list": nn.ModuleList([inner]), "tied": TiedLinear(owner.weight), "owner": owner})
+    x = torch.randn(3, 8)
+    expected = inner(x), owner(x)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    pack_linears(model)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 3
+    assert torch.allclose(model["list"][0](x), expected[0], atol=1e-5)
+    assert torch.allclose(model["tied"](x), expected[1], atol=1e-5)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_only_what_gains_is_packed() -> None:
+    assert not can_pack(torch.float16, CPU)
+    assert not can_pack(torch.float32, torch.device("cuda"))
+
+
+def test_a_tied_layer_follows_its_owner() -> None:
+    owner = make(8, 5, bias=False, dtype=torch.float32)
+    tied = TiedLinear(owner.weight)
+    x = torch.randn(3, 8)
+    assert torch.equal(tied(x), owner(x))
+    owner.weight.mul_(2)
+    assert torch.equal(tied(x), owner(x))
+    assert list(tied.parameters()) == []
+
+
+def test_parts_are_views_one_below_the_other() -> None:
+    layer = Linear(4, 6, bias=True, dtype=torch.float32, parts={"q": 3, "k": 1, "v": 2})
+    assert layer.bias is not None
+    for number, (_, _, view) in enumerate(layer.slots()):
+        view.fill_(number)
+    assert layer.weight[:, 0].tolist() == [0, 0, 0, 1, 2, 2]
+    assert layer.bias.tolist() == [3, 3, 3, 4, 5, 5]
+    assert [(part, kind) for part, kind, _ in layer.slots()][:3] == [
+        ("q", "weight"),
+        ("k", "weight"),
+        ("v", "weight"),
+    ]

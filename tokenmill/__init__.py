@@ -1,0 +1,54 @@
+"""Offline inference for large language models, with the API of SGLang's `Engine`.
+
+The names below are the whole public surface. `Engine` is imported when it is first used, so that importing
+the package is quick and touches neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import (
+    EngineClosed,
+    EngineDead,
+    InvalidArgument,
+    ModelNotFound,
+    TokenmillError,
+    UnknownArgument,
+    UnsupportedModel,
+    WrongType,
+)
+from tokenmill.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.engine import Engine
+
+__version__ = "0.1.0"
+__all__ = [
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "InvalidArgument",
+    "ModelNotFound",
+    "SamplingParams",
+    "TokenmillError",
+    "UnknownArgument",
+    "UnsupportedModel",
+    "WrongType",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Engine":
+        raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
+    from tokenmill.engine import Engine
+
+    globals()["Engine"] = Engine
+    return Engine
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

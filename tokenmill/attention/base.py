@@ -1,0 +1,64 @@
+"""The one interface of attention: a `Backend` plans a step once and then runs every layer of it.
+
+Shapes: T tokens of the step, R rows (sequences) of the step, S slots (persistent rows), H query heads,
+K key/value heads, D head size, P pages of a row's table, N pages in the pool, B tokens per page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The facts of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a token sees itself and the `window - 1` tokens before it
+    group: int = 0  # page group whose page table and pool the layer uses
+
+
+@dataclass(slots=True)
+class StepLayout:
+    """Where each token of a step stands. Tensors are on the model's device, `host_*` are plain numbers.
+
+    Rows that decode (one query token) come first: rows and tokens [0, num_decodes).
+    """
+
+    positions_T: torch.Tensor  # int64, position of each token in its sequence
+    # One entry per page group:
+    slot_mapping_T: tuple[torch.Tensor, ...]  # int64, page * B + offset: where the token's key and value go
+    page_table_RP: tuple[torch.Tensor, ...]  # int32, pages of each row; columns past the length are undefined
+    query_starts: torch.Tensor  # int32 [R + 1], first token of each row in the step
+    lengths_R: torch.Tensor  # int32, tokens of the row including this step's (keys to attend to)
+    num_decodes: int
+    host_query_lengths: list[int]  # [R]
+    host_lengths: list[int]  # [R]
+
+
+class Backend(Protocol):
+    """Writes keys and values into the paged pool and attends to them. Stateless between steps.
+
+    Constructed as `Backend(specs, key_caches, value_caches, page_size)`: one entry per layer,
+    caches of shape [N, B, K, D] (any strides with the last dimension contiguous).
+    """
+
+    def plan(self, layout: StepLayout) -> None:
+        """Prepare for one step; called once before the layers run."""
+
+    def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+        """Store this step's keys and values, then return the attention output [T, H, D]."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a model sees of a step: positions, and a planned attention backend. Blind to requests."""
+
+    positions_T: torch.Tensor  # int64
+    attention: Backend

@@ -1,0 +1,96 @@
+"""Attention on the GPU by our own Triton kernels; the mathematics are in `kernels/triton_attention.py`.
+
+Only upper bounds are taken from the host's numbers. A step planned from persistent tensors can therefore be
+captured in a CUDA graph and replayed after those tensors change, as long as the bounds still hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.attention.base import AttentionSpec, StepLayout
+from tokenmill.kernels import triton_attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A planned step: views of the layout's tensors, and bounds for the launches."""
+
+    layout: StepLayout
+    longest_decode: int
+    longest_query: int
+    prefill_starts: torch.Tensor  # int32 [prefill rows + 1]
+
+
+class TritonBackend:
+    """See `base.Backend`. Keys and values of a layer have equal strides; head sizes from 16 to 256."""
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        key_caches: Sequence[torch.Tensor],
+        value_caches: Sequence[torch.Tensor],
+        page_size: int,
+    ) -> None:
+        for keys, values in zip(key_caches, value_caches, strict=True):
+            assert keys.stride() == values.stride(), "keys and values of a layer must be laid out alike"
+            assert keys.shape[1] == page_size
+        self._specs = tuple(specs)
+        self._key_caches = tuple(key_caches)
+        self._value_caches = tuple(value_caches)
+        self._work: _Work | None = None
+
+    def plan(self, layout: StepLayout) -> None:
+        """Take note of the step; nothing is copied to or from the device."""
+        num_decodes = layout.num_decodes
+        self._work = _Work(
+            layout=layout,
+            longest_decode=max(layout.host_lengths[:num_decodes], default=0),
+            longest_query=max(layout.host_query_lengths[num_decodes:], default=0),
+            prefill_starts=layout.query_starts[num_decodes:],
+        )
+
+    def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+        """Store keys and values, then attend; inputs may be strided views, the result is contiguous."""
+        assert self._work is not None, "plan() comes first"
+        spec, work, layout = self._specs[layer], self._work, self._work.layout
+        triton_attention.store(
+            k_TKD,
+            v_TKD,
+            slots_T=layout.slot_mapping_T[spec.group],
+            key_cache_NBKD=self._key_caches[layer],
+            value_cache_NBKD=self._value_caches[layer],
+        )
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        split = layout.num_decodes
+        if split:
+            triton_attention.decode(
+                q_THD[:split],
+                self._rows(layout, layer, slice(0, split)),
+                scale=spec.scale,
+                window=spec.window,
+                longest=work.longest_decode,
+                out_RHD=out_THD[:split],
+            )
+        if work.longest_query:
+            triton_attention.prefill(
+                q_THD[split:],
+                self._rows(layout, layer, slice(split, None)),
+                query_starts=work.prefill_starts,
+                longest_query=work.longest_query,
+                scale=spec.scale,
+                window=spec.window,
+                out_THD=out_THD[split:],
+            )
+        return out_THD
+
+    def _rows(self, layout: StepLayout, layer: int, rows: slice) -> triton_attention.PagedRows:
+        return triton_attention.PagedRows(
+            self._key_caches[layer],
+            self._value_caches[layer],
+            layout.page_table_RP[self._specs[layer].group][rows],
+            layout.lengths_R[rows],
+        )

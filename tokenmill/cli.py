@@ -1,0 +1,401 @@
+"""The command line: `tokenmill generate`, `tokenmill chat` and `tokenmill info`.
+
+Owns flags, printing and exit codes. Flags are made from the fields of `EngineConfig` and `SamplingParams`,
+and what they mean is decided there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from tokenmill import __version__
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument
+from tokenmill.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.engine import Engine
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
+
+# Fields that make no sense here: this program prints text, and prints it piece by piece itself.
+_NO_FLAG = {"skip_tokenizer_init", "cumulative_stream", "preferred_sampling_params"}
+# The engine's flag of the same name serves both.
+_NO_SAMPLING_FLAG = {"stream_interval"}
+_CHAT_COMMANDS = "/reset starts a new conversation, /exit ends"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong arguments, 130 interrupted.
+
+    `arguments` are those after the program's name (default: of this process).
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        if getattr(options, "engine.log_level", None) == "debug":
+            raise
+        _complain(error)
+        return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILURE
+
+
+def _complain(error: Exception) -> None:
+    """One line on standard error; the name of the type helps where it is not an error of ours."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, InvalidArgument):
+        text = f"{type(error).__name__}: {text}"
+    print(f"tokenmill: error: {text}", file=sys.stderr)
+
+
+# ── flags ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tokenmill", description="Offline inference for large language models.")
+    parser.add_argument("--version", action="version", version=f"tokenmill {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continue prompts: the arguments, or else the lines of standard input (empty ones are "
+        "skipped). Results come in the order of the prompts.",
+    )
+    generate.add_argument("prompts", nargs="*", metavar="prompt", help="text to continue")
+    generate.add_argument("--stream", action="store_true", help="print text as it is generated")
+    generate.add_argument("--json", action="store_true", help="print one JSON object per line")
+    _add_sampling_flags(generate)
+    _add_engine_flags(generate)
+    generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description=f"Talk with a model, one message per line: {_CHAT_COMMANDS}. "
+        "An answer is as long as the context allows unless --max-new-tokens is given.",
+    )
+    chat.add_argument("--system", help="system message that opens every conversation")
+    _add_sampling_flags(chat, without={"n"})
+    _add_engine_flags(chat)
+    chat.set_defaults(command=_chat)
+
+    info = commands.add_parser(
+        "info",
+        help="load a model and print facts",
+        description="Load a model and print what it is, where it runs, the memory it takes, and versions.",
+    )
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_engine_flags(info)
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    _add_flags(group, EngineConfig, "engine", without=_NO_FLAG, names={"model_path": ("--model",)})
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = ()) -> None:
+    group = parser.add_argument_group("sampling")
+    unsupported = {f.name for f in dataclasses.fields(SamplingParams) if not f.metadata["supported"]}
+    _add_flags(group, SamplingParams, "sampling", without={*unsupported, *_NO_SAMPLING_FLAG, *without})
+
+
+def _add_flags(
+    group: argparse._ArgumentGroup,
+    described: type[EngineConfig] | type[SamplingParams],
+    prefix: str,
+    *,
+    without: Iterable[str],
+    names: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
+) -> None:
+    """A flag for each field; what the user does not give stays absent from the options."""
+    hints = typing.get_type_hints(described)
+    for field in dataclasses.fields(described):
+        if field.name in without:
+            continue
+        flags = (*names.get(field.name, ()), "--" + field.name.replace("_", "-"))
+        group.add_argument(
+            *flags,
+            dest=f"{prefix}.{field.name}",
+            default=argparse.SUPPRESS,
+            help=field.metadata["help"].replace("%", "%%") + _default_text(field),
+            **_parsing(field.name, hints[field.name], field.metadata.get("choices")),
+        )
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    shown = isinstance(field.default, (str, int, float)) and not isinstance(field.default, bool)
+    return f" (default: {field.default})" if shown else ""
+
+
+def _parsing(name: str, hint: Any, choices: Sequence[str] | None) -> dict[str, Any]:
+    """How argparse reads the value of a field of this name and type."""
+    members = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+    plain = members - {types.NoneType}
+    if choices:
+        return {"choices": choices}
+    if plain == {bool}:
+        # argparse takes every flag that starts with --no- for the opposite of another one.
+        return {"action": "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction}
+    if plain == {tuple[str, ...]}:
+        return {"action": "append", "metavar": "TEXT"}
+    if plain == {tuple[int, ...]}:
+        return {"action": "append", "type": int, "metavar": "ID"}
+    for number in (int, float):
+        if plain == {number}:
+            return {"type": _or_none(number) if types.NoneType in members else number, "metavar": "N"}
+    return {"metavar": "TEXT"}
+
+
+def _or_none(number: type[int] | type[float]) -> Callable[[str], int | float | None]:
+    def read(text: str) -> int | float | None:
+        return None if text.lower() == "none" else number(text)
+
+    read.__name__ = number.__name__  # argparse names the type in its complaint
+    return read
+
+
+def _given(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The arguments of one group that stood on the command line."""
+    start = prefix + "."
+    return {name[len(start) :]: value for name, value in vars(options).items() if name.startswith(start)}
+
+
+def _open_engine(options: argparse.Namespace) -> Engine:
+    from tokenmill.engine import Engine  # not needed for --help and wrong flags
+
+    return Engine(**_given(options, "engine"))
+
+
+# ── generate ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _generate(options: argparse.Namespace) -> int:
+    sampling = SamplingParams(**_given(options, "sampling"))  # wrong values end here, before any loading
+    prompts = options.prompts or _lines_of(sys.stdin)
+    if not prompts:
+        raise InvalidArgument("there is no prompt: give prompts as arguments or as lines of standard input")
+    write = _write_json if options.json else _TextWriter(several=len(prompts) * sampling.n > 1)
+    with _open_engine(options) as engine:
+        if options.stream:
+            chunks = engine.generate(prompts, sampling, stream=True)
+            results: Iterable[Any] = _in_order(chunks, len(prompts) * sampling.n)
+        else:
+            results = enumerate(engine.generate(prompts, sampling))
+        for index, result in results:
+            write(index, prompts[index // sampling.n], result)
+    return EXIT_OK
+
+
+def _lines_of(stream: TextIO) -> list[str]:
+    if stream.isatty():
+        return []  # nobody knows that they should type now
+    return [line.rstrip("\r\n") for line in stream if line.strip()]
+
+
+def _in_order(chunks: Iterable[dict[str, Any]], count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Chunks of a batch stream in the order of the batch; chunks of later items wait for their turn."""
+    waiting: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    current = 0
+    for chunk in chunks:
+        waiting[chunk["index"]].append(chunk)
+        while current < count and waiting[current]:
+            ready = waiting[current].pop(0)
+            yield current, ready
+            if ready["meta_info"]["finish_reason"] is not None:
+                current += 1
+
+
+def _write_json(index: int, prompt: str, result: Mapping[str, Any]) -> None:
+    line = {**result, "index": index, "prompt": prompt}
+    print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+class _TextWriter:
+    """Prints the text of results or of chunks; headed by its prompt where there are several."""
+
+    def __init__(self, *, several: bool) -> None:
+        self._several = several
+        self._open: int | None = None
+
+    def __call__(self, index: int, prompt: str, result: Mapping[str, Any]) -> None:
+        if self._several and self._open != index:
+            print(f"Prompt: {prompt}\nGenerated text: ", end="")
+        self._open = index
+        print(result["text"], end="", flush=True)
+        if result["meta_info"]["finish_reason"] is not None:
+            print("\n" if self._several else "", flush=True)
+
+
+# ── chat ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _chat(options: argparse.Namespace) -> int:
+    sampling = SamplingParams(**{"max_new_tokens": None, **_given(options, "sampling")})
+    with _open_engine(options) as engine:
+        tokenizer = engine.get_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidArgument(
+                "the tokenizer has no chat template; use `tokenmill generate` with this model"
+            )
+        opening = [{"role": "system", "content": options.system}] if options.system else []
+        messages = list(opening)
+        if sys.stdin.isatty():
+            print(_CHAT_COMMANDS, file=sys.stderr)
+        for line in _typed_lines():
+            if line == "/exit":
+                break
+            if line == "/reset":
+                messages = list(opening)
+            elif line.startswith("/"):
+                print(f"unknown command {line.split()[0]}: {_CHAT_COMMANDS}", file=sys.stderr)
+            else:
+                messages = _turn(engine, tokenizer, messages, line, sampling=sampling)
+    return EXIT_OK
+
+
+def _typed_lines() -> Iterator[str]:
+    """What the user sends, line by line, until the end of input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives input() its line editing)
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else input()
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _turn(
+    engine: Engine,
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    line: str,
+    *,
+    sampling: SamplingParams,
+) -> list[dict[str, str]]:
+    """Print the answer to one message; returns the conversation with both, or as it was if it is full."""
+    asked = [*messages, {"role": "user", "content": line}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False)
+    try:
+        chunks = engine.generate(input_ids=ids, sampling_params=sampling, stream=True)
+    except InvalidArgument as error:  # the conversation has become too long
+        _complain(error)
+        print(f"this message was dropped; {_CHAT_COMMANDS}", file=sys.stderr)
+        return messages
+    answer = ""
+    for chunk in chunks:
+        print(chunk["text"], end="", flush=True)
+        answer += chunk["text"]
+    print(flush=True)
+    return [*asked, {"role": "assistant", "content": answer.strip()}]
+
+
+# ── info ──────────────────────────────────────────────────────────────────────────────────────
+
+
+# What the engine says of itself, by topic.
+_FACTS = {
+    "model": (
+        "model_path",
+        "architecture",
+        "num_parameters",
+        "num_layers",
+        "hidden_size",
+        "vocab_size",
+        "context_length",
+        "dtype",
+    ),
+    "device": ("device", "device_name", "attention_backend"),
+    "memory": (
+        "weight_bytes",
+        "cache_bytes",
+        "max_total_num_tokens",
+        "page_size",
+        "max_sequence_tokens",
+        "max_running_requests",
+        "load_seconds",
+    ),
+}
+
+
+def _info(options: argparse.Namespace) -> int:
+    with _open_engine(options) as engine:
+        known = engine.get_server_info()
+    facts = {topic: {name: known[name] for name in names} for topic, names in _FACTS.items()}
+    facts |= {"host": _host(), "versions": _versions()}
+    if options.json:
+        print(json.dumps(facts))
+    else:
+        for topic, values in facts.items():
+            print(topic)
+            for name, value in values.items():
+                print(f"  {name:<22} {_readable(name, value)}")
+    return EXIT_OK
+
+
+def _versions() -> dict[str, str | None]:
+    packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
+    ours = {"tokenmill": __version__, "python": platform.python_version()}
+    return {**ours, **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _readable(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+    if name.endswith("_seconds") and isinstance(value, float):
+        return f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The one frozen configuration of an engine; the command line and the docs table are made from it.
+
+SGLang's argument names enter through `tokenmill/arguments.py`; nothing here knows of hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+SchedulePolicy = Literal["fcfs", "lpm"]
+
+
+def _arg(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field with its one-line meaning, from which the command line and the docs are made."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All arguments of `Engine`, in our names. Unset (None) means that the engine decides."""
+
+    # Model
+    model_path: str = _arg("tiny", "checkpoint folder, hub repository id, or 'tiny' (bundled)")
+    tokenizer_path: str | None = _arg(None, "folder or hub id of the tokenizer (default: model_path)")
+    skip_tokenizer_init: bool = _arg(False, "no tokenizer: input_ids in, output_ids out, no text")
+    trust_remote_code: bool = _arg(False, "allow tokenizer and config code shipped with the checkpoint")
+    revision: str | None = _arg(None, "branch, tag or commit of the hub repository")
+    download_dir: str | None = _arg(None, "cache folder for hub downloads")
+    load_format: LoadFormat = _arg("auto", "where weights come from", ("auto", "safetensors", "dummy"))
+    dtype: Dtype = _arg("auto", "type of weights and activations", ("auto", "float32", "bfloat16", "float16"))
+    context_length: int | None = _arg(None, "longest sequence, prompt and output together")
+    json_model_override_args: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "JSON object merged over the model's config.json", "choices": None},
+    )
+    served_model_name: str | None = _arg(None, "name reported by get_server_info")
+    weight_version: str = _arg("default", "label echoed in meta_info['weight_version']")
+
+    # Where it runs
+    device: Device = _arg("auto", "device of the model", ("auto", "cpu", "cuda"))
+    base_gpu_id: int = _arg(0, "index of the GPU to use")
+    core_process: bool = _arg(False, "run the core in a process of its own instead of a thread")
+    attention_backend: str = _arg("auto", "attention kernels", ("auto", "torch", "triton"))
+
+    # Memory and scheduling
+    max_total_tokens: int | None = _arg(None, "tokens the key/value pool holds")
+    mem_fraction_static: float | None = _arg(None, "share of device memory for weights and pool")
+    page_size: int = _arg(16, "tokens per key/value page")
+    max_running_requests: int | None = _arg(None, "requests decoded at the same time")
+    chunked_prefill_size: int | None = _arg(None, "tokens computed in one step; -1: no chunks")
+    schedule_policy: SchedulePolicy = _arg("fcfs", "order of waiting requests", ("fcfs", "lpm"))
+    disable_radix_cache: bool = _arg(False, "do not reuse keys and values of shared prefixes")
+    steps_in_flight: int | None = _arg(None, "steps launched before the first is read (depth)")
+
+    # Requests
+    preferred_sampling_params: Mapping[str, Any] | None = _arg(
+        None, "sampling parameters used where a request sets none"
+    )
+    random_seed: int | None = _arg(None, "seed from which requests without one draw theirs")
+    cumulative_stream: bool = _arg(False, "stream chunks repeat the whole text so far")
+    stream_interval: int = _arg(1, "tokens between two chunks of a stream")
+
+    # Messages
+    log_level: str = _arg(
+        "error", "level of the 'tokenmill' logger", ("debug", "info", "warning", "error", "critical")
+    )
+    show_progress: bool | None = _arg(
+        None, "progress bars for loading and long batches (default: on a terminal)"
+    )

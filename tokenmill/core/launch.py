@@ -1,0 +1,131 @@
+"""Starts the core in a thread or in a process of its own: the same loop behind the same door."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from tokenmill import runner
+from tokenmill.config import EngineConfig
+from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit
+from tokenmill.core.policy import create_policy
+from tokenmill.core.scheduler import Scheduler, SchedulerLimits
+from tokenmill.errors import EngineClosed, EngineDead
+from tokenmill.kvcache.cache import Cache
+from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
+
+
+def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
+    """Load the model and start the loop; returns when requests can be submitted.
+
+    `deliver` gets the Outputs of a step, `died` the error that ended the loop, each from a core thread.
+    """
+    if config.core_process:
+        from tokenmill.core.process import CoreProcess
+
+        return CoreProcess(config, deliver=deliver, died=died)
+    return CoreThread(runner.start(config), config, deliver=deliver, died=died)
+
+
+def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sink) -> Loop:
+    """Books and scheduler for a runner, sized by its facts."""
+    facts = mill.facts
+    cache = Cache(
+        num_pages=facts.max_total_num_tokens // facts.page_size,
+        page_size=facts.page_size,
+        prefix_caching=not config.disable_radix_cache,
+    )
+    limits = SchedulerLimits(
+        max_rows=facts.max_running_requests,
+        max_step_tokens=facts.max_step_tokens,
+        max_sequence_tokens=facts.max_sequence_tokens,
+    )
+    scheduler = Scheduler(limits, cache=cache, policy=create_policy(config.schedule_policy, cache))
+    return Loop(mill, scheduler, cache, inbox=inbox, deliver=deliver)
+
+
+class CoreThread:
+    """The core in a daemon thread. Every method may be called from any thread."""
+
+    def __init__(self, mill: Runner, config: EngineConfig, *, deliver: Sink, died: DeathSink) -> None:
+        self.facts: EngineFacts = mill.facts
+        self._runner = mill
+        self._died = died
+        self._inbox: Inbox = Inbox()
+        self._loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver)
+        self._state = threading.Condition()
+        self._ended: BaseException | None = None  # why no more messages are taken
+        self._calls: set[Future[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="tokenmill-core", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""
+        self._put(Submit(requests))
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Abort requests; their last Output says so. Unknown and finished ids are ignored."""
+        self._put(Cancel(request_ids))
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Ask the core between two steps and wait for the answer; its errors are raised here."""
+        answer: Future[Any] = Future()
+
+        def reply(value: Any, error: Exception | None) -> None:
+            self._calls.discard(answer)
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
+
+        with self._state:
+            self._raise_if_ended()
+            self._calls.add(answer)
+            self._inbox.put(Call(name, arguments, reply))
+        return answer.result()
+
+    def close(self) -> None:
+        """Abort what is left, end the thread, free the device memory. Idempotent."""
+        with self._state:
+            if self._ended is None:
+                self._ended = EngineClosed("the engine was shut down")
+                self._inbox.put(Close())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _put(self, message: Submit | Cancel) -> None:
+        with self._state:
+            self._raise_if_ended()
+            self._inbox.put(message)
+
+    def _raise_if_ended(self) -> None:
+        if isinstance(self._ended, EngineClosed):
+            raise EngineClosed("the engine was shut down; make a new one")
+        if self._ended is not None:
+            raise EngineDead(
+                f"the engine ended by an error: {self._ended!r}; make a new one"
+            ) from self._ended
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:
+            self._end(error)
+        finally:
+            self._fail_calls()
+            del self._loop
+            self._runner.close()
+
+    def _end(self, error: BaseException) -> None:
+        with self._state:
+            self._ended = error
+        self._died(error)
+
+    def _fail_calls(self) -> None:
+        with self._state:
+            error = self._ended
+            calls, self._calls = self._calls, set()
+        for answer in calls:
+            answer.set_exception(EngineDead(f"the engine ended before it answered: {error!r}"))

@@ -1,0 +1,135 @@
+"""The one loop: drain the inbox, schedule a step, launch it, take in the oldest result.
+
+Runs the same in a thread or in a process (`launch.py`); only this thread touches scheduler and runner.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.core.scheduler import Scheduler
+from tokenmill.errors import InvalidArgument
+from tokenmill.kvcache.cache import Cache
+from tokenmill.messages import EngineFacts, Output, Request, Runner, Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A question to the core; `reply` gets (value, None) or (None, error) on the loop's thread."""
+
+    name: str
+    arguments: dict[str, Any]
+    reply: Callable[[Any, Exception | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Message = Submit | Cancel | Call | Close
+Inbox = queue.SimpleQueue[Message]
+
+
+class Loop:
+    """Turns messages into steps and steps into Outputs until a `Close` comes or an error ends it."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, cache: Cache, *, inbox: Inbox, deliver: Sink
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._cache = cache
+        self._inbox = inbox
+        self._deliver = deliver
+        self._closing = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._runner.facts
+
+    def run(self) -> None:
+        """Returns after `Close`; requests that are still alive then are reported as aborted."""
+        while not self._closing:
+            self._drain()
+            if not self._scheduler.idle:
+                self._turn()
+        self._send(self._scheduler.abort_all("the engine was shut down"))
+
+    def _turn(self) -> None:
+        """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
+        depth = self._runner.facts.steps_in_flight
+        plan = self._scheduler.schedule() if self._scheduler.num_in_flight < depth else None
+        if plan is not None:
+            self._runner.launch(plan)
+            self._runner.sample(None)
+        if self._scheduler.num_in_flight == depth or plan is None:
+            assert self._scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
+            self._send(self._scheduler.take_in(self._runner.collect()))
+
+    def _drain(self) -> None:
+        """Handle every waiting message; with nothing to do, sleep until one comes."""
+        if self._scheduler.idle and not self._closing:
+            self._handle(self._inbox.get())
+        while not self._closing:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Submit(requests):
+                self._scheduler.submit(requests)
+            case Cancel(request_ids):
+                self._send(self._scheduler.cancel(request_ids))
+            case Call():
+                self._answer(message)
+            case Close():
+                self._closing = True
+
+    def _answer(self, call: Call) -> None:
+        """Errors of a call go to the caller; the loop lives on."""
+        try:
+            value = self._dispatch(call)
+        except Exception as error:
+            call.reply(None, error)
+        else:
+            call.reply(value, None)
+
+    def _dispatch(self, call: Call) -> Any:
+        match call.name:
+            case "flush_cache":
+                return self._flush_cache()
+            case "load":
+                return {"running": self._scheduler.num_running, "waiting": self._scheduler.num_waiting}
+            case "memory":
+                return self._runner.call("memory")
+            case "check":
+                return self._scheduler.check_invariants()
+        raise InvalidArgument(f"the core has no call {call.name!r}")
+
+    def _flush_cache(self) -> tuple[bool, str]:
+        if not self._scheduler.idle:
+            busy = self._scheduler.num_running + self._scheduler.num_waiting
+            return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
+        self._cache.flush()
+        return True, "the prefix cache is empty"
+
+    def _send(self, outputs: Sequence[Output]) -> None:
+        if outputs:
+            self._deliver(outputs)

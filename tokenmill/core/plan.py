@@ -1,0 +1,112 @@
+"""One step while it is being scheduled: collects rows and pages, then turns them into a `StepPlan`.
+
+Decides nothing; holds no state between steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenmill.core.request import RequestState
+from tokenmill.kvcache import RowPages
+from tokenmill.messages import BoolArray, IntArray, RowStarts, StepPlan
+
+
+class PlanDraft:
+    """The columns of one step. Decoding rows come in one piece, the others one by one."""
+
+    def __init__(self) -> None:
+        self._decode_slots = _ints([])
+        self._decode_starts = _ints([])
+        self._slots: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._samples: list[bool] = []
+        self._token_ids: list[IntArray] = []
+        self._page_slots: list[int] = []
+        self._page_groups: list[int] = []
+        self._page_columns: list[int] = []
+        self._page_ids: list[int] = []
+        self._entered: list[RequestState] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row computes anything."""
+        return not len(self._decode_slots) and not self._slots
+
+    def set_decodes(self, slots: IntArray, starts: IntArray) -> None:
+        """The rows that read their token from the device; the draft keeps the arrays."""
+        self._decode_slots = slots
+        self._decode_starts = starts
+
+    def add_prefill(self, slot: int, start: int, token_ids: IntArray, *, samples: bool) -> None:
+        """A row that computes ids the host knows, from position `start`."""
+        self._slots.append(slot)
+        self._starts.append(start)
+        self._counts.append(len(token_ids))
+        self._samples.append(samples)
+        self._token_ids.append(token_ids)
+
+    def add_row(self, state: RequestState, pages: RowPages) -> None:
+        """A request that enters its slot in this step, with all its pages."""
+        self._entered.append(state)
+        for group, table in enumerate(pages.tables):
+            self._page_slots += [state.slot] * len(table)
+            self._page_groups += [group] * len(table)
+            self._page_columns += range(len(table))
+            self._page_ids += table
+
+    def add_page(self, slot: int, pages: RowPages, *, column: int) -> None:
+        """One more column of a row that has entered before."""
+        for group, table in enumerate(pages.tables):
+            self._page_slots.append(slot)
+            self._page_groups.append(group)
+            self._page_columns.append(column)
+            self._page_ids.append(table[column])
+
+    def build(self) -> StepPlan:
+        """The plan; the draft is used up."""
+        num_decodes = len(self._decode_slots)
+        slots, starts = self._decode_slots, self._decode_starts
+        counts: IntArray = np.ones(num_decodes, dtype=np.int32)
+        samples: BoolArray = np.ones(num_decodes, dtype=np.bool_)
+        token_ids = _ints([])
+        if self._slots:
+            slots = np.concatenate([slots, _ints(self._slots)])
+            starts = np.concatenate([starts, _ints(self._starts)])
+            counts = np.concatenate([counts, _ints(self._counts)])
+            samples = np.concatenate([samples, np.array(self._samples, dtype=np.bool_)])
+            token_ids = np.concatenate(self._token_ids)
+        return StepPlan(
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            num_decodes=num_decodes,
+            token_ids=token_ids,
+            page_slots=_ints(self._page_slots),
+            page_groups=_ints(self._page_groups),
+            page_columns=_ints(self._page_columns),
+            page_ids=_ints(self._page_ids),
+            new_rows=_row_starts(self._entered) if self._entered else None,
+        )
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int32)
+
+
+def _row_starts(states: list[RequestState]) -> RowStarts:
+    requests = [state.request for state in states]
+    params = [request.params for request in requests]
+    return RowStarts(
+        slots=_ints([state.slot for state in states]),
+        prompt_lengths=_ints([state.num_prompt for state in states]),
+        temperatures=np.array([each.temperature for each in params], dtype=np.float32),
+        top_ks=_ints([each.top_k for each in params]),
+        top_ps=np.array([each.top_p for each in params], dtype=np.float32),
+        min_ps=np.array([each.min_p for each in params], dtype=np.float32),
+        seeds=np.array([request.seed for request in requests], dtype=np.uint64),
+        min_new_tokens=_ints([each.min_new_tokens for each in params]),
+        stop_ids=tuple(request.stop_ids for request in requests),
+    )

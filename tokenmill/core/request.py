@@ -1,0 +1,149 @@
+"""The life of a request in the core, and the rows of the device that requests run in.
+
+Who moves a request from one phase to the next is the scheduler; here is only what it knows of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+import numpy as np
+
+from tokenmill.kvcache import RowPages
+from tokenmill.messages import Finish, IntArray, Output, Request
+
+# Slot of a request that is in no row, age of one that never was in any.
+NO_SLOT = -1
+NEVER_ADMITTED = -1
+
+
+class Phase(enum.Enum):
+    """Where a request stands. WAITING -> PREFILL -> DECODE -> DRAINING -> FINISHED.
+
+    A preempted request goes back to WAITING; any phase but FINISHED can end early.
+    """
+
+    WAITING = "waiting"  # in the queue, no row, no pages
+    PREFILL = "prefill"  # in a row, some tokens known to the host are not computed yet
+    DECODE = "decode"  # in a row, only the token drawn last is not computed yet
+    DRAINING = "draining"  # the last draw is launched: no row, no pages, results on their way
+    FINISHED = "finished"
+
+
+class RequestState:
+    """One request from submission to its end. Written by the scheduler only.
+
+    `computed`, the number of tokens whose keys and values are launched, lives in `Rows` while the request
+    runs and is 0 otherwise. `total` counts tokens known plus draws in flight; a step computes some of
+    the difference. A row in DECODE has total = computed + 1 and does not keep `total` up to date.
+    """
+
+    __slots__ = (
+        "age",
+        "arrival",
+        "cached_tokens",
+        "finish",
+        "limit",
+        "num_prompt",
+        "num_reported",
+        "num_retractions",
+        "pages",
+        "phase",
+        "report_at",
+        "request",
+        "slot",
+        "stop_ids",
+        "tokens",
+        "total",
+    )
+
+    def __init__(self, request: Request, *, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
+        self.phase = Phase.WAITING
+        self.num_prompt = len(request.prompt_ids)
+        self.limit = self.num_prompt + request.max_new_tokens  # tokens when the length ends it
+        self.stop_ids = frozenset(request.stop_ids)
+        # Prompt and output ids known to the host; filled at admission, so that long queues stay small.
+        self.tokens: array[int] = array("i")
+        self.total = self.num_prompt
+        self.slot = NO_SLOT
+        self.pages: RowPages | None = None
+        self.num_reported = 0
+        self.report_at = 0  # number of known tokens at which the next Output is due
+        self.num_retractions = 0
+        self.cached_tokens = 0  # prompt tokens that the first admission found
+        self.finish: Finish | None = None
+        self._set_report()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a waiting request can be admitted: no draw of an earlier run is still in flight."""
+        return not self.tokens or len(self.tokens) == self.total
+
+    def load_tokens(self) -> None:
+        """Fill `tokens` from the prompt, if this is the first admission."""
+        if not self.tokens:
+            self.tokens = array("i", self.request.prompt_ids.tobytes())
+
+    def report(self, finish: Finish | None) -> Output:
+        """The tokens not reported yet, and the end if this is it."""
+        first = self.num_prompt + self.num_reported
+        token_ids = self.tokens[first:].tolist()
+        self.num_reported += len(token_ids)
+        self.finish = finish
+        self._set_report()
+        return Output(
+            request_id=self.request.id,
+            token_ids=token_ids,
+            finish=finish,
+            cached_tokens=self.cached_tokens,
+            num_retractions=self.num_retractions,
+        )
+
+    def _set_report(self) -> None:
+        interval = self.request.report_interval
+        due = self.num_prompt + self.num_reported + interval
+        self.report_at = min(due, self.limit) if interval else self.limit
+
+
+class Rows:
+    """The persistent rows of the device: which are free, and the counts of the others as columns by slot.
+
+    Columns, because a step of many decoding rows changes all of them alike.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+        self.computed: IntArray = np.zeros(max_rows, dtype=np.int32)  # tokens launched
+        self.room: IntArray = np.zeros(max_rows, dtype=np.int32)  # tokens that the row's pages hold
+        self.end: IntArray = np.zeros(max_rows, dtype=np.int32)  # `computed` when no draw is left
+
+    @property
+    def num_free(self) -> int:
+        """Rows without a request."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Rows with a request."""
+        return self.max_rows - len(self._free)
+
+    def enter(self, *, computed: int, room: int, end: int) -> int:
+        """Take a free slot with these counts; there must be one."""
+        slot = self._free.pop()
+        self.computed[slot] = computed
+        self.room[slot] = room
+        self.end[slot] = end
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Free a slot. Steps already launched keep using it; they run before any later step."""
+        self._free.append(slot)
+
+    def check_invariants(self, used: list[int]) -> None:
+        """Assert that every slot is free or in `used`, and in one of them once."""
+        assert sorted(self._free + used) == list(range(self.max_rows))

@@ -1,0 +1,366 @@
+"""Who runs next: turns waiting requests and free pages into step plans, and results into outputs.
+
+One rule: let `computed` catch up with `total`. Prompts, chunks, cached prefixes, decoding and resuming after
+preemption are all that. The scheduler knows no device, no text, and no other thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenmill.core.plan import PlanDraft
+from tokenmill.core.policy import Policy, WaitingQueue
+from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
+from tokenmill.kvcache import Cache, RowPages
+from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
+
+_CANCELLED = "The request was aborted by its caller."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What one step and one sequence may use."""
+
+    max_rows: int  # slots
+    max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
+    max_sequence_tokens: int  # prompt and output together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A step whose result is not taken in yet."""
+
+    samples: BoolArray  # which of the plan's rows draw a token
+    states: list[RequestState]  # whose rows these are, in the plan's order
+    prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
+
+
+class Scheduler:
+    """Schedules all requests of one engine. Not thread-safe; raises only when its own books are wrong.
+
+    Running requests are kept in the order of their first admission: first those that decode, then at most one
+    whose prompt did not fit into the last step. Preemption takes the youngest, so the oldest always
+    gets on and finishes, and whatever else runs, waits or ends, no request is starved.
+
+    `schedule` may be called again before earlier results are taken in. The device runs steps in the order of
+    their plans; therefore slots and pages that a plan uses may be given away in any later one.
+    """
+
+    def __init__(self, limits: SchedulerLimits, *, cache: Cache, policy: Policy) -> None:
+        assert limits.max_rows > 0
+        assert limits.max_step_tokens > 0
+        assert cache.columns(limits.max_sequence_tokens) <= cache.max_columns, "a full sequence needs all"
+        self._limits = limits
+        self._cache = cache
+        self._queue = WaitingQueue(policy)
+        self._rows = Rows(limits.max_rows)
+        self._states: dict[str, RequestState] = {}  # everything not finished
+        self._num_arrived = 0
+        self._num_admitted = 0
+        self._decoding: list[RequestState] = []
+        self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
+        self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
+        self._prefilling: list[RequestState] = []  # at most one between steps
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are neither waiting nor finished."""
+        return len(self._states) - len(self._queue)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose results were not taken in yet."""
+        return len(self._flights)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits, runs or is in flight."""
+        return not self._states and not self._flights
+
+    # ── requests in and out ───────────────────────────────────────────────────────────────────
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; ids must be unused and lengths within the limits."""
+        for request in requests:
+            assert request.id not in self._states, f"request id {request.id!r} is in use"
+            state = RequestState(request, arrival=self._num_arrived)
+            assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
+            self._num_arrived += 1
+            self._states[request.id] = state
+            self._queue.add(state)
+
+    def cancel(self, request_ids: Sequence[str]) -> list[Output]:
+        """End requests at once, with the tokens not reported yet. Unknown ids are ignored."""
+        found = [self._states[id] for id in dict.fromkeys(request_ids) if id in self._states]
+        return self._abort(found, _CANCELLED)
+
+    def abort_all(self, message: str) -> list[Output]:
+        """End every request at once, saying why. Steps in flight stay in flight."""
+        return self._abort(list(self._states.values()), message)
+
+    def _abort(self, states: Iterable[RequestState], message: str) -> list[Output]:
+        return [self._end(state, Finish("abort", message=message)) for state in states]
+
+    # ── plans out ─────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can run until a result or a request comes in."""
+        draft = PlanDraft()
+        num_decodes, was_short = self._schedule_decodes(draft)
+        decodes = self._decoding if num_decodes == len(self._decoding) else self._decoding[:num_decodes]
+        prefills = self._schedule_prefills(
+            draft, self._limits.max_step_tokens - num_decodes, may_admit=not was_short
+        )
+        if draft.is_empty:
+            return None
+        plan = draft.build()
+        drawing = [state for state in prefills if state.request.max_new_tokens]
+        self._flights.append(
+            _Flight(
+                samples=plan.samples,
+                states=decodes + drawing if drawing else decodes,
+                prompts_only=[state for state in prefills if not state.request.max_new_tokens],
+            )
+        )
+        self._settle(plan, decodes, prefills)
+        return plan
+
+    def _schedule_decodes(self, draft: PlanDraft) -> tuple[int, bool]:
+        """Add the rows that decode, oldest first; returns their number and whether pages ran out."""
+        self._refresh_decoding()
+        was_short = self._reserve_for_decodes(draft)
+        self._refresh_decoding()
+        slots = self._decode_slots[: self._limits.max_step_tokens]
+        starts = self._rows.computed[slots]
+        self._rows.computed[slots] = starts + 1
+        draft.set_decodes(slots, starts)
+        return len(slots), was_short
+
+    def _refresh_decoding(self) -> None:
+        """Forget rows that no longer decode. List and array are replaced: flights keep the old ones."""
+        if self._decoding_changed:
+            self._decoding = [state for state in self._decoding if state.phase is Phase.DECODE]
+            self._decode_slots = np.array([state.slot for state in self._decoding], dtype=np.int32)
+            self._decoding_changed = False
+
+    def _reserve_for_decodes(self, draft: PlanDraft) -> bool:
+        """Give a page to each row that begins one, preempting the youngest rows when there is none."""
+        slots = self._decode_slots[: self._limits.max_step_tokens]
+        needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
+        cache, room = self._cache, self._rows.room
+        was_short = False
+        for state in [self._decoding[index] for index in needy.tolist()]:
+            pages = state.pages
+            if pages is None:  # preempted for an older row just now
+                continue
+            num_columns = len(pages.tables[0])
+            num_tokens = num_columns * cache.page_size
+            cache.commit(pages, state.tokens, num_tokens=min(num_tokens, len(state.tokens)))
+            while not cache.reserve(pages, num_tokens + 1):
+                was_short = True
+                self._retract(self._youngest())
+                if state.pages is None:
+                    break
+            else:
+                room[state.slot] = num_tokens + cache.page_size
+                draft.add_page(state.slot, pages, column=num_columns)
+        return was_short
+
+    def _youngest(self) -> RequestState:
+        if self._prefilling:
+            return self._prefilling[-1]
+        return next(state for state in reversed(self._decoding) if state.phase is Phase.DECODE)
+
+    def _retract(self, state: RequestState) -> None:
+        """Preempt: back to the queue without row and pages. Its full pages stay while nobody needs them."""
+        state.total = int(self._rows.computed[state.slot]) + 1
+        if state.phase is Phase.PREFILL:
+            state.total = len(state.tokens)
+        self._vacate(state, Phase.WAITING)
+        state.num_retractions += 1
+        self._queue.add_retracted(state)
+
+    def _schedule_prefills(self, draft: PlanDraft, budget: int, *, may_admit: bool) -> list[RequestState]:
+        """Spend the budget on the row left over from the last step, then on new rows.
+
+        Returns the rows that have nothing left to prefill. After pages ran out nobody is admitted: what is
+        free now is needed by the rows that run.
+        """
+        complete: list[RequestState] = []
+        for state in self._prefilling:
+            budget -= self._prefill(draft, state, budget, complete)
+        while may_admit and budget > 0 and self._rows.num_free and len(self._queue):
+            pages = self._try_pages(self._queue.peek())
+            if pages is None:
+                break
+            state = self._queue.pop()
+            self._enter(draft, state, pages)
+            budget -= self._prefill(draft, state, budget, complete)
+        return complete
+
+    def _try_pages(self, state: RequestState) -> RowPages | None:
+        """Pages for all known tokens of a waiting request; None if it has to wait.
+
+        One page must be left for each running row: they would take the pages back at once.
+        """
+        cache, headroom = self._cache, self._rows.num_used
+        if not state.is_ready or cache.num_available_columns <= headroom:
+            return None
+        state.load_tokens()
+        pages = cache.match(state.tokens.tobytes())
+        missing = cache.columns(len(state.tokens)) - pages.num_columns
+        if missing > cache.num_available_columns - headroom:
+            cache.release(pages)
+            return None
+        if state.age == NEVER_ADMITTED:
+            state.cached_tokens = pages.num_columns * cache.page_size
+        cache.reserve(pages, len(state.tokens))
+        return pages
+
+    def _enter(self, draft: PlanDraft, state: RequestState, pages: RowPages) -> None:
+        """Give a slot to a request that has pages."""
+        if state.age == NEVER_ADMITTED:
+            state.age = self._num_admitted
+            self._num_admitted += 1
+        state.pages = pages
+        state.phase = Phase.PREFILL
+        state.slot = self._rows.enter(
+            computed=pages.num_shared * self._cache.page_size,
+            room=pages.num_columns * self._cache.page_size,
+            end=state.limit - 1,
+        )
+        self._prefilling.append(state)
+        draft.add_row(state, pages)
+
+    def _prefill(
+        self, draft: PlanDraft, state: RequestState, budget: int, complete: list[RequestState]
+    ) -> int:
+        """Compute the next chunk of a row; returns its length.
+
+        The chunk's full pages are committed at once, so that rows admitted after it share them even in the
+        same step: every layer stores the keys and values of all rows of a step before any row reads.
+        """
+        if budget <= 0:
+            return 0
+        start = int(self._rows.computed[state.slot])
+        end = min(start + budget, len(state.tokens))
+        is_last = end == len(state.tokens)
+        chunk = np.array(state.tokens[start:end], dtype=np.int32)
+        samples = is_last and state.request.max_new_tokens > 0
+        draft.add_prefill(state.slot, start, chunk, samples=samples)
+        self._rows.computed[state.slot] = end
+        assert state.pages is not None
+        self._cache.commit(state.pages, state.tokens, num_tokens=end)
+        if is_last:
+            complete.append(state)
+        return end - start
+
+    def _settle(self, plan: StepPlan, decodes: list[RequestState], prefills: list[RequestState]) -> None:
+        """Move on the rows of a complete plan: prefilled rows decode, rows with no draw left give way.
+
+        This comes after planning, because a page given back earlier could be given away in the same plan.
+        """
+        for state in prefills:
+            state.phase = Phase.DECODE
+        if prefills:
+            self._prefilling = [state for state in self._prefilling if state.phase is Phase.PREFILL]
+            self._decoding = self._decoding + prefills
+            self._decoding_changed = True
+        rows, slots = self._rows, plan.slots[: plan.num_decodes]
+        ended = np.flatnonzero(rows.computed[slots] >= rows.end[slots])
+        for index in ended.tolist():
+            self._drain(decodes[index])
+        for state in prefills:
+            if rows.computed[state.slot] >= rows.end[state.slot]:
+                self._drain(state)
+
+    def _drain(self, state: RequestState) -> None:
+        """The last draw of a request is launched: only results are missing."""
+        self._vacate(state, Phase.DRAINING)
+
+    # ── results in ────────────────────────────────────────────────────────────────────────────
+
+    def take_in(self, result: StepResult) -> list[Output]:
+        """Take in the result of the oldest step in flight; returns what is due to be reported."""
+        flight = self._flights.popleft()
+        outputs: list[Output] = []
+        drawn = result.token_ids[flight.samples].tolist()
+        for state, token in zip(flight.states, drawn, strict=True):
+            if state.finish is not None:
+                continue
+            tokens = state.tokens
+            tokens.append(token)
+            if len(tokens) >= state.report_at or token in state.stop_ids:
+                outputs.append(self._report(state, token))
+        for state in flight.prompts_only:
+            if state.finish is None:
+                outputs.append(self._end(state, Finish("length", length=0)))
+        return outputs
+
+    def _report(self, state: RequestState, token: int) -> Output:
+        if token in state.stop_ids:
+            return self._end(state, Finish("stop", matched=token))
+        if len(state.tokens) >= state.limit:
+            return self._end(state, Finish("length", length=state.request.max_new_tokens))
+        return state.report(None)
+
+    def _end(self, state: RequestState, finish: Finish) -> Output:
+        """Finish a request wherever it stands. Results of its steps in flight will be ignored."""
+        if state.phase is Phase.WAITING:
+            self._queue.remove(state)
+        elif state.phase is not Phase.DRAINING:
+            self._vacate(state, Phase.FINISHED)
+        state.phase = Phase.FINISHED
+        del self._states[state.request.id]
+        return state.report(finish)
+
+    def _vacate(self, state: RequestState, phase: Phase) -> None:
+        """Take row and pages from a request, remembering the prefix it computed as far as it is known."""
+        assert state.pages is not None
+        computed = int(self._rows.computed[state.slot])
+        self._cache.commit(state.pages, state.tokens, num_tokens=min(computed, len(state.tokens)))
+        self._cache.release(state.pages)
+        self._rows.leave(state.slot)
+        if state.phase is Phase.PREFILL:
+            self._prefilling.remove(state)
+        else:
+            self._decoding_changed = True
+        state.pages = None
+        state.slot = NO_SLOT
+        state.phase = phase
+
+    def check_invariants(self) -> None:
+        """Assert that every request, slot and page is in one place only. For tests; slow."""
+        running = [state for state in self._decoding if state.phase is Phase.DECODE] + self._prefilling
+        pages = [state.pages for state in running if state.pages is not None]
+        assert len(pages) == len(running)
+        self._cache.check_invariants(pages)
+        self._rows.check_invariants([state.slot for state in running])
+        assert len(self._prefilling) <= 1
+        ages = [state.age for state in [*running, *self._queue] if state.age != NEVER_ADMITTED]
+        assert ages == sorted(ages), "a younger request goes before an older one"
+        draining = [state for state in self._states.values() if state.phase is Phase.DRAINING]
+        everywhere = [*self._queue, *running, *draining]
+        assert sorted(map(id, everywhere)) == sorted(map(id, self._states.values()))
+        in_flight = [state for flight in self._flights for state in flight.states]
+        for state in running:
+            computed = int(self._rows.computed[state.slot])
+            total = len(state.tokens) + in_flight.count(state)
+            assert computed <= int(self._rows.room[state.slot])
+            assert (total == computed + 1) if state.phase is Phase.DECODE else (computed < total)
+        for state in [*self._queue, *draining]:
+            assert state.pages is None
+            assert state.slot == NO_SLOT
+            assert len(state.tokens) <= state.limit
+        if self._states and not self._flights:
+            assert not draining

@@ -1,0 +1,269 @@
+"""`Engine`: SGLang's offline API, sync and async, wired together from its parts. No logic of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sys
+import weakref
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+from tokenmill.arguments import resolve_arguments
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
+from tokenmill.frontend.client import Call, Client
+from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.outputs import FlushResult
+from tokenmill.frontend.tokenizer import Tokenizer
+from tokenmill.sampling_params import check_flag, check_text
+
+
+class LaterArguments(TypedDict, total=False):
+    """Arguments of `generate` whose feature is not built yet, in SGLang's order; leave them at None."""
+
+    mm_hashes: Any
+    mm_content_hashes: Any
+    return_logprob: Any
+    logprob_start_len: Any
+    top_logprobs_num: Any
+    token_ids_logprob: Any
+    lora_path: Any
+    custom_logit_processor: Any
+    require_reasoning: Any
+    return_hidden_states: Any
+    return_routed_experts: Any
+    routed_experts_start_len: Any
+    bootstrap_host: Any
+    bootstrap_port: Any
+    bootstrap_room: Any
+    routed_dp_rank: Any
+    disagg_prefill_dp_rank: Any
+    data_parallel_rank: Any
+    kv_hints: Any
+    external_trace_header: Any
+    session_params: Any
+    priority: Any
+    session_id: Any
+    cache_salt: Any
+
+
+# Hints that never change a result; without the feature there is nothing to do.
+_HINTS = {"kv_hints", "external_trace_header", "session_id"}
+# What "off" looks like besides None; for the ranks, the only replica there is.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "require_reasoning": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "routed_dp_rank": (0,),
+    "data_parallel_rank": (0,),
+}
+_GENERATE_ARGUMENTS = (
+    "prompt",
+    "sampling_params",
+    "input_ids",
+    "image_data",
+    "audio_data",
+    "video_data",
+    "stream",
+    "rid",
+    *LaterArguments.__annotations__,
+)
+
+
+class Engine:
+    """A loaded model that answers prompts, with the API of SGLang's offline engine.
+
+    May be used from any number of threads and event loops at once, and next to other engines. It is shut
+    down by `shutdown()`, at the end of a `with` block, when nobody holds it any more, or at exit.
+    """
+
+    def __init__(self, model_path: str | None = None, **arguments: Any) -> None:
+        """Load the model; returns when it can generate.
+
+        `arguments` are the fields of `EngineConfig`, or what SGLang calls them. Raises `InvalidArgument`
+        (a ValueError) for names and values that cannot be served, `ModelNotFound`, and `UnsupportedModel`.
+        """
+        if model_path is not None:
+            arguments["model_path"] = model_path
+        self.config: EngineConfig = resolve_arguments(arguments)
+        logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
+        self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
+        self._client = Client(self.config, self._tokenizer)
+        # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
+        self._close = weakref.finalize(self, self._client.close)
+        self._reader = InputReader(
+            self._client.facts,
+            tokenizer=self._tokenizer,
+            defaults=self.config.preferred_sampling_params,
+            random_seed=self.config.random_seed,
+            stream_interval=self.config.stream_interval,
+        )
+
+    # ── generating ────────────────────────────────────────────────────────────────────────────
+
+    def generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        image_data: Any = None,
+        audio_data: Any = None,
+        video_data: Any = None,
+        *,
+        stream: bool = False,
+        rid: Any = None,
+        **later: Unpack[LaterArguments],
+    ) -> Any:
+        """Continue one prompt or a batch of prompts.
+
+        `prompt` is a string or a list of them, taken as it is (no chat template); or `input_ids`, a list of
+        token ids or a list of such lists (tuples, arrays and tensors, too). `sampling_params` is a dict or
+        `SamplingParams`, or a list with one for each prompt. `rid` names the requests.
+
+        Returns a dict with `text`, `output_ids` and `meta_info`; for a batch, or with `n` above 1, a list of
+        them in input order, sample `j` of prompt `i` at `i * n + j`. With `stream=True` returns an iterator
+        of such dicts, each with what is new since the last one (with `cumulative_stream`, with everything so
+        far) and, for a batch, the `index` of the result it belongs to; closing it cancels what is not done.
+
+        Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
+        """
+        media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
+        call = self._prepare(prompt, sampling_params, input_ids, rid, stream, {**media, **later})
+        return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
+
+    async def async_generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        image_data: Any = None,
+        audio_data: Any = None,
+        video_data: Any = None,
+        *,
+        stream: bool = False,
+        rid: Any = None,
+        **later: Unpack[LaterArguments],
+    ) -> Any:
+        """As `generate`, without blocking the event loop; with `stream=True` gives an async iterator."""
+        media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
+        # Tokenizing many prompts takes a while; the loop goes on meanwhile.
+        call = await asyncio.to_thread(
+            self._prepare, prompt, sampling_params, input_ids, rid, stream, {**media, **later}
+        )
+        return (
+            self._client.stream_async(call, owner=self)
+            if call.streams
+            else await self._client.run_async(call)
+        )
+
+    def abort(self, rid: str = "", abort_all: bool = False) -> None:
+        """End requests early; their callers get the tokens so far, with `finish_reason` type `abort`.
+
+        Ends the request `rid` and all whose id starts with it, the rows of a batch or the samples that were
+        given the name `rid`, or with `abort_all` every request. Ids that are not in flight are ignored.
+        """
+        self._client.abort(check_text("rid", rid), every=check_flag("abort_all", abort_all))
+
+    def _prepare(
+        self, prompt: Any, sampling_params: Any, input_ids: Any, rid: Any, stream: Any, others: dict[str, Any]
+    ) -> Call:
+        _refuse_later(others)
+        streams = check_flag("stream", stream)
+        job = self._reader.read(prompt, sampling_params, input_ids, rid=rid, stream=streams)
+        return self._client.prepare(job, stream=streams)
+
+    # ── facts and control ─────────────────────────────────────────────────────────────────────
+
+    @property
+    def server_args(self) -> EngineConfig:
+        """The arguments of this engine; SGLang's name for `config`."""
+        return self.config
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers that the engine uses. Raises `InvalidArgument` if it has none."""
+        if self._tokenizer is None:
+            raise InvalidArgument("the engine has no tokenizer: it was made with skip_tokenizer_init=True")
+        return self._tokenizer.get()
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What is served: path, name, kind and version of the model."""
+        return {
+            "model_path": self.config.model_path,
+            "served_model_name": self.config.served_model_name or self.config.model_path,
+            "is_generation": True,
+            "weight_version": self.config.weight_version,
+            "load_format": self.config.load_format,
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
+        }
+
+    def get_server_info(self) -> dict[str, Any]:
+        """All arguments, with the numbers that the engine decided on, and facts on model and memory."""
+        facts = _fields(self._client.facts)
+        return {
+            **_fields(self.config),
+            **facts,
+            "tokenizer_path": self.config.tokenizer_path or self.config.model_path,
+            "served_model_name": self.config.served_model_name or self.config.model_path,
+            "max_total_tokens": facts["max_total_num_tokens"],
+            "max_req_input_len": facts["max_sequence_tokens"] - 1,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "internal_states": [
+                {
+                    "memory_usage": {
+                        "weight": facts["weight_bytes"] / 2**30,
+                        "kvcache": facts["cache_bytes"] / 2**30,
+                        "token_capacity": facts["max_total_num_tokens"],
+                    },
+                    "effective_max_running_requests_per_dp": facts["max_running_requests"],
+                }
+            ],
+            "version": sys.modules["tokenmill"].__version__,  # an import would close a circle
+        }
+
+    def flush_cache(self) -> FlushResult:
+        """Empty the prefix cache. `.success` is False, with a `.message`, while requests are in flight."""
+        return self._client.flush_cache()
+
+    def shutdown(self) -> None:
+        """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _refuse_later(arguments: dict[str, Any]) -> None:
+    """Raise for what `generate` does not know, or cannot do yet."""
+    for name, value in arguments.items():
+        if name not in _GENERATE_ARGUMENTS:
+            raise UnknownArgument(
+                f"generate() has no argument {name!r}.{did_you_mean(name, _GENERATE_ARGUMENTS)}"
+            )
+        if name not in _HINTS and not _is_off(value, _OFF.get(name, ())):
+            raise InvalidArgument(f"{name} is not supported yet, got {value!r}; leave it out")
+
+
+def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    """Whether the value, or each item of a list, asks for nothing."""
+    if isinstance(value, list | tuple):
+        return all(_is_off(item, off) for item in value)
+    return value is None or any(type(value) is type(neutral) and value == neutral for neutral in off)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -1,0 +1,467 @@
+"""The frontend's end of the wire: sends requests to the core and hands what comes back to whoever waits.
+
+Owns which request is in flight and for which call. Blocking calls, streams and their async forms take from
+the same call object; they differ only in how they sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, TokenmillError
+from tokenmill.frontend.outputs import Arrival, FlushResult, ResultList, Row, Shape, chunk_of, result_of
+from tokenmill.messages import Core, EngineFacts, Output, Request
+
+if TYPE_CHECKING:
+    from tokenmill.frontend.inputs import Job
+    from tokenmill.frontend.tokenizer import Tokenizer
+
+# A progress bar appears only after this long.
+_QUIET_SECONDS = 2.0
+
+Wake = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """One row of a call got further."""
+
+    finished: bool
+    num_tokens: int
+    chunk: dict[str, Any]  # empty unless the call streams
+
+
+class Call:
+    """One generate(): its rows, and what arrived for them and was not taken yet.
+
+    The core's thread puts, one waiting thread or task takes.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], requests: Sequence[Request], *, shape: Shape, streams: bool
+    ) -> None:
+        self.rows = rows
+        self.requests = requests  # as the core gets them
+        self.shape = shape
+        self.streams = streams
+        self.num_unfinished = len(rows)
+        self._lock = threading.Lock()
+        self._arrived: list[tuple[Row, Arrival]] = []
+        self._failure: TokenmillError | None = None
+        self._wake: Wake | None = None
+
+    def put(self, arrived: list[tuple[Row, Arrival]]) -> None:
+        """Add what the core sent, and wake the taker."""
+        with self._lock:
+            self._arrived += arrived
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def fail(self, failure: TokenmillError) -> None:
+        """Let the taker raise `failure` once it has taken what arrived."""
+        with self._lock:
+            self._failure = failure
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def take(self, wake: Wake) -> list[tuple[Row, Arrival]]:
+        """What arrived; if nothing did, an empty list, and `wake` is called once when something does."""
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+            if not arrived:
+                if self._failure is not None:
+                    raise self._failure
+                self._wake = wake
+        return arrived
+
+
+class Client:
+    """The only owner of requests in flight. Every method may be called from any thread."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        """Start the core; returns when the model is loaded."""
+        # Imported here so that importing the frontend stays light.
+        from tokenmill.core.launch import start_core
+
+        self._config = config
+        self._tokenizer = tokenizer
+        # Reentrant: the garbage collector may close a stream while this thread holds the lock.
+        self._lock = threading.RLock()
+        # The core knows requests by names of ours, never used twice: a cancelled request may still
+        # answer when the user has already given its id to the next one.
+        self._names = map(str, itertools.count())
+        self._flying: dict[str, tuple[Call, Row]] = {}
+        self._flying_ids: set[str] = set()
+        self._dead: BaseException | None = None
+        self._closed = False
+        self._core: Core = start_core(config, deliver=self._deliver, died=self._died)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the core found out at start."""
+        return self._core.facts
+
+    # ── running calls ─────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, job: Job, *, stream: bool) -> Call:
+        """The call for a job; nothing runs yet."""
+        shape = Shape(
+            single=job.single,
+            has_text=self._tokenizer is not None,
+            cumulative=self._config.cumulative_stream,
+            weight_version=self._config.weight_version,
+        )
+        rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
+        requests = [dataclasses.replace(row.request, id=row.name) for row in rows]
+        return Call(rows, requests, shape=shape, streams=stream)
+
+    def run(self, call: Call) -> dict[str, Any] | ResultList:
+        """Run a call and wait for its results. Raises as `submit` and `advance` do."""
+        woken = threading.Event()
+        try:
+            self.submit(call)
+            with self._progress(call) as report:
+                while call.num_unfinished:
+                    if advanced := self.advance(call, woken.set):
+                        report(advanced)
+                    else:
+                        woken.wait()
+                        woken.clear()
+            return self._results(call)
+        except BaseException:
+            self.drop(call)
+            raise
+
+    async def run_async(self, call: Call) -> dict[str, Any] | ResultList:
+        """As `run`; only the calling task waits."""
+        try:
+            self.submit(call)
+            with self._progress(call) as report:
+                while call.num_unfinished:
+                    wake = _LoopWake()
+                    if advanced := self.advance(call, wake):
+                        report(advanced)
+                    else:
+                        await wake.sleep()
+            if call.shape.single:
+                return self._results(call)
+            return await asyncio.to_thread(self._results, call)
+        except BaseException:
+            self.drop(call)
+            raise
+
+    def stream(self, call: Call, *, owner: object) -> ResultStream:
+        """Start a call and give its chunks; `owner` stays alive as long as the stream."""
+        self.submit(call)
+        return ResultStream(self, call, owner)
+
+    def stream_async(self, call: Call, *, owner: object) -> AsyncResultStream:
+        """As `stream`, for `async for`."""
+        self.submit(call)
+        return AsyncResultStream(self, call, owner)
+
+    def advance(self, call: Call, wake: Wake) -> list[Advance]:
+        """Rows of the call that got further since last time, in the order in which they did.
+
+        If none did: an empty list, and `wake` is called once when that has changed. Raises `EngineDead` or
+        `EngineClosed` if the engine ended before the call.
+        """
+        advanced: list[Advance] = []
+        while not advanced:
+            arrived = call.take(wake)
+            if not arrived:
+                break
+            for row, arrival in arrived:
+                if row.finish is None:  # else it is a token after a stop string
+                    advanced.append(self._advance_row(call, row, arrival))
+        return advanced
+
+    def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
+        piece = row.take(arrival)
+        if row.finish is not None:
+            call.num_unfinished -= 1
+            if arrival.output.finish is None:
+                self._cancel([row.name])
+        return Advance(
+            row.finish is not None,
+            len(piece.token_ids),
+            chunk_of(row, piece, call.shape) if call.streams else {},
+        )
+
+    def _row(self, request: Request, index: int, *, stream: bool) -> Row:
+        text = None
+        if self._tokenizer is not None and (stream or request.params.stop):
+            text = self._tokenizer.open_text(request)
+        return Row(request, name=next(self._names), index=index, text=text)
+
+    def _results(self, call: Call) -> dict[str, Any] | ResultList:
+        texts = [row.text for row in call.rows]
+        plain = [row for row in call.rows if not row.has_text]
+        if self._tokenizer is not None and plain:
+            decoded = self._tokenizer.texts([(row.request, row.ids_with_text) for row in plain])
+            for row, text in zip(plain, decoded, strict=True):
+                texts[row.index] = text
+        results = ResultList(
+            result_of(row, text, call.shape) for row, text in zip(call.rows, texts, strict=True)
+        )
+        return results[0] if call.shape.single else results
+
+    def _progress(self, call: Call) -> contextlib.AbstractContextManager[Callable[[list[Advance]], None]]:
+        wanted = self._config.show_progress
+        shown = sys.stderr.isatty() if wanted is None else wanted
+        if not shown or call.shape.single:
+            return contextlib.nullcontext(_no_report)
+        return _progress_bar(len(call.rows))
+
+    # ── to the core ───────────────────────────────────────────────────────────────────────────
+
+    def submit(self, call: Call) -> None:
+        """Start a call. Raises `InvalidArgument` for an id in flight, `EngineDead`, `EngineClosed`."""
+        with self._lock:
+            self._raise_if_ended()
+            for row in call.rows:
+                if row.request.id in self._flying_ids:
+                    raise InvalidArgument(
+                        f"rid {row.request.id!r} is in flight already; give every request its own rid, or "
+                        "leave rid out"
+                    )
+            self._flying.update((row.name, (call, row)) for row in call.rows)
+            self._flying_ids.update(row.request.id for row in call.rows)
+        try:
+            self._core.submit(call.requests)
+        except BaseException:
+            self.drop(call)
+            raise
+
+    def drop(self, call: Call) -> None:
+        """Nobody waits for this call any more: cancel what is left of it."""
+        self._cancel([row.name for row in call.rows])
+
+    def abort(self, request_id: str, *, every: bool) -> None:
+        """End requests; their callers get what is there so far. Unknown ids are ignored.
+
+        Meant are `request_id` and all ids that start with it if it is in flight, and the ids that a batch
+        or several samples made of it (`job_0`, `job_1`); or every request.
+        """
+        with self._lock:
+            flying = [(name, row.request.id) for name, (_, row) in list(self._flying.items())]
+            prefix = request_id if request_id in self._flying_ids else None
+        self._core_cancel(
+            [
+                name
+                for name, other in flying
+                if every
+                or (prefix is not None and other.startswith(prefix))
+                or (request_id and other.rpartition("_")[0] == request_id)
+            ]
+        )
+
+    def flush_cache(self) -> FlushResult:
+        """Empty the prefix cache; refused while requests are waiting or running."""
+        self._raise_if_ended()
+        success, message = self._core.call("flush_cache")
+        return FlushResult(success, message)
+
+    def close(self) -> None:
+        """End the core and free its memory; whoever still waits gets `EngineClosed`. Idempotent."""
+        with self._lock:
+            self._closed = True
+            calls = self._forget_all()
+        for call in calls:
+            call.fail(EngineClosed("the engine was shut down before the request was finished"))
+        self._core.close()
+
+    def _cancel(self, names: Sequence[str]) -> None:
+        """Forget requests and let the core end them; what it still sends for them goes nowhere."""
+        with self._lock:
+            flying = [name for name in names if self._forget(name) is not None]
+        self._core_cancel(flying)
+
+    def _core_cancel(self, names: Sequence[str]) -> None:
+        if names:
+            # With the engine ended, the requests have ended, too.
+            with contextlib.suppress(EngineDead, EngineClosed):
+                self._core.cancel(names)
+
+    def _forget(self, name: str) -> tuple[Call, Row] | None:
+        entry = self._flying.pop(name, None)
+        if entry is not None:
+            self._flying_ids.discard(entry[1].request.id)
+        return entry
+
+    def _forget_all(self) -> list[Call]:
+        calls = list(dict.fromkeys(call for call, _ in list(self._flying.values())))
+        self._flying.clear()
+        self._flying_ids.clear()
+        return calls
+
+    def _raise_if_ended(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine was shut down; make a new one")
+        if self._dead is not None:
+            raise _engine_dead(self._dead)
+
+    # ── from the core's thread ────────────────────────────────────────────────────────────────
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        seconds = time.perf_counter()
+        arrived: dict[Call, list[tuple[Row, Arrival]]] = {}
+        with self._lock:
+            for output in outputs:
+                name = output.request_id
+                entry = self._flying.get(name) if output.finish is None else self._forget(name)
+                if entry is not None:
+                    call, row = entry
+                    arrived.setdefault(call, []).append((row, Arrival(output, seconds)))
+        for call, items in arrived.items():
+            call.put(items)
+
+    def _died(self, error: BaseException) -> None:
+        with self._lock:
+            self._dead = error
+            calls = self._forget_all()
+        for call in calls:
+            call.fail(_engine_dead(error))
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _Stream:
+    """What both kinds of streams share: chunks that are ready, and the end of the call."""
+
+    def __init__(self, client: Client, call: Call, owner: object) -> None:
+        self._client = client
+        self._call = call
+        # An engine that nobody holds is shut down; a stream must be able to end first.
+        self._owner = owner
+        self._ready: deque[dict[str, Any]] = deque()
+        self._closed = False
+
+    def _fill(self, wake: Wake) -> bool:
+        """Whether a chunk is ready, or the stream has ended; if not, `wake` is called when to look again."""
+        if not self._ready and not self._ended:
+            self._ready.extend(advance.chunk for advance in self._client.advance(self._call, wake))
+        return bool(self._ready) or self._ended
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or not self._call.num_unfinished
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._ready.clear()
+            self._client.drop(self._call)
+
+    def __del__(self) -> None:
+        self._close()
+
+
+class ResultStream(_Stream, Iterator[dict[str, Any]]):
+    """Chunks of one call. Closing it, or letting go of it, cancels what has not finished."""
+
+    def __next__(self) -> dict[str, Any]:
+        woken = threading.Event()
+        try:
+            while not self._fill(woken.set):
+                woken.wait()
+                woken.clear()
+        except BaseException:
+            self._close()
+            raise
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """End the stream and cancel what has not finished. Idempotent."""
+        self._close()
+
+
+class AsyncResultStream(_Stream, AsyncIterator[dict[str, Any]]):
+    """As `ResultStream`, in any event loop."""
+
+    async def __anext__(self) -> dict[str, Any]:
+        try:
+            while not self._fill(wake := _LoopWake()):
+                await wake.sleep()
+        except BaseException:
+            self._close()
+            raise
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """End the stream and cancel what has not finished. Idempotent."""
+        self._close()
+
+
+class _LoopWake:
+    """Wakes a task of the running event loop, from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._woken = self._loop.create_future()
+
+    def __call__(self) -> None:
+        # A closed loop has nobody left to wake.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        if not self._woken.done():  # the sleeping task was cancelled
+            self._woken.set_result(None)
+
+    async def sleep(self) -> None:
+        await self._woken
+
+
+# ── progress, death ───────────────────────────────────────────────────────────────────────────
+
+
+def _no_report(advanced: list[Advance]) -> None:
+    """Nobody watches."""
+
+
+@contextlib.contextmanager
+def _progress_bar(num_rows: int) -> Iterator[Callable[[list[Advance]], None]]:
+    """A bar on standard error with rows done, their rate, the time left, and tokens per second."""
+    from tqdm import tqdm
+
+    # A class of its own, because tqdm's would start a thread that watches all bars.
+    bar_class = type("ProgressBar", (tqdm,), {"monitor_interval": 0})
+    started = time.perf_counter()
+    num_tokens = 0
+    with bar_class(
+        total=num_rows, desc="generating", unit="row", delay=_QUIET_SECONDS, dynamic_ncols=True
+    ) as bar:
+
+        def report(advanced: list[Advance]) -> None:
+            nonlocal num_tokens
+            num_tokens += sum(advance.num_tokens for advance in advanced)
+            rate = num_tokens / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            bar.update(sum(advance.finished for advance in advanced))
+
+        yield report
+
+
+def _engine_dead(cause: BaseException) -> EngineDead:
+    error = EngineDead(f"the engine ended by an error: {cause!r}; make a new one")
+    error.__cause__ = cause
+    return error

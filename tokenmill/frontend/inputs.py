@@ -1,0 +1,444 @@
+"""From any accepted shape of `prompt`, `input_ids`, `sampling_params` and `rid` to validated `Request`s.
+
+Owns what single and batch mean, the limits that depend on the model, request ids and seeds. A call is read
+as a whole: either every item is valid, or the first fault is raised and nothing has happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.messages import EngineFacts, IntArray, Request
+from tokenmill.sampling_params import SamplingParams, plain, show
+
+# Tokens between two looks for a stop string when nobody watches the stream: each look costs the host some
+# time, each token past the stop costs the device some.
+_STOP_SEARCH_INTERVAL = 4
+_64_BITS = 2**64 - 1
+_DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
+
+
+class Tokenizer(Protocol):
+    """What reading needs of a tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of `generate`: its requests, prompt by prompt (sample j of prompt i is at `i * n + j`)."""
+
+    requests: tuple[Request, ...]
+    single: bool  # one prompt with one sample: the caller wants a dict, not a list
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """What is to be completed, before tokenizing: texts, or rows of token ids."""
+
+    name: str  # the argument that holds the tokens
+    texts: Sequence[str]
+    id_rows: Sequence[Any]
+    single: bool
+
+    def __len__(self) -> int:
+        return len(self.id_rows) if self.name == "input_ids" else len(self.texts)
+
+    def place(self, index: int) -> str:
+        """How a message names an item: `prompt[3]`, or `prompt` if there is only one."""
+        return self.name if self.single else f"{self.name}[{index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """Sampling parameters of one prompt, with what follows from them and the model."""
+
+    params: SamplingParams
+    is_length_explicit: bool
+    stop_ids: tuple[int, ...]
+    report_interval: int
+
+
+class InputReader:
+    """Reads the arguments of `generate` for one engine. Thread-safe."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        *,
+        tokenizer: Tokenizer | None,
+        defaults: Mapping[str, Any] | None,
+        random_seed: int | None,
+        stream_interval: int,
+    ) -> None:
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._defaults = dict(defaults or {})
+        self._stream_interval = stream_interval
+        eos_ids = (*facts.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+        self._eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < facts.vocab_size)
+        self._random = random.Random(None if random_seed is None else random_seed & _64_BITS)
+        self._random_lock = threading.Lock()
+
+    def read(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        rid: Any = None,
+        stream: bool = False,
+    ) -> Job:
+        """The requests of one call, in input order.
+
+        `prompt` is a string or a list of them. `input_ids` are ids, or a list of rows of ids, as lists,
+        tuples, ranges, arrays or tensors; given beside `prompt`, they are what is run. `sampling_params` are
+        for all, or a list with one item for each prompt. `rid` is a string (numbered for a batch) or a list.
+        Raises `InvalidArgument`, `WrongType` or `UnknownArgument`, which name the item and the limit.
+        """
+        prompts = _read_prompts(prompt, input_ids)
+        settings = self._read_settings(sampling_params, prompts, stream=stream)
+        n = settings[0].params.n if settings else 1
+        ids = _request_ids(rid, len(prompts), single=prompts.single, n=n)
+        rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
+        limits = [self._resolve_length(row, settings[i], prompts.place(i)) for i, row in enumerate(rows)]
+        seeds = self._seeds(settings, n)
+        requests = tuple(
+            Request(
+                id=ids[index * n + sample],
+                prompt_ids=row,
+                params=_with_min_tokens_at_most(settings[index].params, limits[index]),
+                max_new_tokens=limits[index],
+                seed=seeds[index * n + sample],
+                stop_ids=settings[index].stop_ids,
+                report_interval=settings[index].report_interval,
+            )
+            for index, row in enumerate(rows)
+            for sample in range(n)
+        )
+        return Job(requests, single=prompts.single and n == 1)
+
+    # ── sampling parameters ──
+
+    def _read_settings(self, value: Any, prompts: _Prompts, *, stream: bool) -> list[_Settings]:
+        """One entry for each prompt; a value used for several prompts is read once."""
+        count = len(prompts)
+        if not isinstance(value, list | tuple):
+            return [self._settings(value, None, stream=stream)] * count
+        if prompts.single:
+            raise InvalidArgument(
+                f"sampling_params is a list of {len(value)}, but {prompts.name} is a single one; "
+                "give one dict"
+            )
+        if len(value) != count:
+            raise InvalidArgument(
+                f"sampling_params has length {len(value)}, but {prompts.name} has length {count}; "
+                "give one dict for all, or one for each"
+            )
+        known: dict[int, _Settings] = {}
+        for index, item in enumerate(value):
+            if id(item) not in known:
+                known[id(item)] = self._settings(item, index, stream=stream)
+        settings = [known[id(item)] for item in value]
+        for index, each in enumerate(settings):
+            if each.params.n != settings[0].params.n:
+                raise InvalidArgument(
+                    f"sampling_params[{index}]: n is {each.params.n}, but {settings[0].params.n} in "
+                    "sampling_params[0]; n must be the same in a batch"
+                )
+        return settings
+
+    def _settings(self, value: Any, index: int | None, *, stream: bool) -> _Settings:
+        params = SamplingParams.from_value(value, index=index, defaults=self._defaults)
+        place = "sampling_params" if index is None else f"sampling_params[{index}]"
+        if params.stop and self._tokenizer is None:
+            raise InvalidArgument(
+                f"{place}: stop needs a tokenizer, and this engine has none; use stop_token_ids instead"
+            )
+        stop_ids = self._stop_ids(params, place)
+        if stream:
+            interval = params.stream_interval or self._stream_interval
+        else:
+            interval = _STOP_SEARCH_INTERVAL if params.stop else 0
+        if isinstance(value, Mapping):
+            is_explicit = value.get("max_new_tokens") is not None
+        else:
+            # An object does not tell what its maker wrote; the default value counts as not written.
+            is_explicit = value is not None and params.max_new_tokens not in (None, _DEFAULT_MAX_NEW_TOKENS)
+        return _Settings(params, is_explicit, stop_ids, interval)
+
+    def _stop_ids(self, params: SamplingParams, place: str) -> tuple[int, ...]:
+        vocab_size = self._facts.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocab_size:
+                raise InvalidArgument(
+                    f"{place}: stop_token_ids has {token}, but the vocabulary has {vocab_size} ids "
+                    f"(0 to {vocab_size - 1})"
+                )
+        eos_ids = () if params.ignore_eos else self._eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        if params.min_new_tokens and len(stop_ids) >= vocab_size:
+            raise InvalidArgument(
+                f"{place}: every id of the vocabulary is a stop token, so min_new_tokens="
+                f"{params.min_new_tokens} cannot be reached; lower it to 0"
+            )
+        return stop_ids
+
+    # ── tokens ──
+
+    def _tokenize(self, prompts: _Prompts) -> list[IntArray]:
+        if not prompts.texts:
+            return []
+        if self._tokenizer is None:
+            raise InvalidArgument(
+                "prompt needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
+            )
+        vocab_size = self._facts.vocab_size
+        rows = [np.asarray(row, dtype=np.int32) for row in self._tokenizer.encode_batch(prompts.texts)]
+        for index, row in enumerate(rows):
+            if not row.size:
+                raise InvalidArgument(
+                    f"{prompts.place(index)} is empty: the tokenizer makes no token of "
+                    f"{show(prompts.texts[index])}; give at least one character"
+                )
+            if row.max() >= vocab_size:
+                raise InvalidArgument(
+                    f"{prompts.place(index)} holds token {row.max()}, but the model's vocabulary has "
+                    f"{vocab_size} ids; the tokenizer belongs to another model"
+                )
+        return rows
+
+    def _check_ids(self, prompts: _Prompts) -> list[IntArray]:
+        vocab_size = self._facts.vocab_size
+        return [_token_ids(row, prompts.place(i), vocab_size) for i, row in enumerate(prompts.id_rows)]
+
+    # ── lengths ──
+
+    def _resolve_length(self, row: IntArray, settings: _Settings, place: str) -> int:
+        """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
+        most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
+        room = most - len(row)
+        if room <= 0:
+            raise InvalidArgument(
+                f"{place} has {len(row)} tokens, but a sequence has at most {most}, and one must remain "
+                f"for the output; shorten it or raise {self._limiting_argument()}"
+            )
+        if asked is None:
+            return room
+        if asked > room and settings.is_length_explicit:
+            raise InvalidArgument(
+                f"{place} has {len(row)} tokens and max_new_tokens is {show(asked)}, but a sequence has at "
+                f"most {most}; lower max_new_tokens to {room}, leave it out, or raise "
+                f"{self._limiting_argument()}"
+            )
+        return min(asked, room)
+
+    def _limiting_argument(self) -> str:
+        is_pool = self._facts.max_sequence_tokens < self._facts.context_length
+        return "max_total_tokens" if is_pool else "context_length"
+
+    # ── seeds ──
+
+    def _seeds(self, settings: Sequence[_Settings], n: int) -> list[int]:
+        """A seed for each request, unsigned 64 bit; those not given are drawn in input order."""
+        with self._random_lock:
+            return [
+                self._random.getrandbits(64)
+                if each.params.sampling_seed is None
+                else _sample_seed(each.params.sampling_seed, sample)
+                for each in settings
+                for sample in range(n)
+            ]
+
+
+def _sample_seed(seed: int, sample: int) -> int:
+    """The seed of the j-th sample: the first takes the seed as it is, the others a mix of both."""
+    return seed & _64_BITS if sample == 0 else _scramble(_scramble(seed & _64_BITS) ^ sample)
+
+
+def _scramble(number: int) -> int:
+    """A bijection of 64-bit numbers without visible pattern (the finalizer of SplitMix64)."""
+    number = (number + 0x9E3779B97F4A7C15) & _64_BITS
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return number ^ (number >> 31)
+
+
+def _with_min_tokens_at_most(params: SamplingParams, limit: int) -> SamplingParams:
+    return params if params.min_new_tokens <= limit else replace(params, min_new_tokens=limit)
+
+
+# ── shapes ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_prompts(prompt: Any, input_ids: Any) -> _Prompts:
+    """Whether the call is single or a batch, and its items; `prompt` decides, `input_ids` are what is run."""
+    if prompt is None and input_ids is None:
+        raise InvalidArgument("there is nothing to generate from; give prompt or input_ids")
+    if prompt is None:
+        rows, single = _read_id_rows(input_ids)
+        return _Prompts("input_ids", (), rows, single)
+    single = isinstance(prompt, str)
+    texts = [str(prompt)] if isinstance(prompt, str) else _read_texts(prompt)
+    _check_encodable(texts, single=single)
+    if input_ids is None:
+        return _Prompts("prompt", texts, (), single)
+    rows, is_flat = _read_id_rows(input_ids)
+    if is_flat != single or len(rows) != len(texts):
+        shape = "one row of ids" if is_flat else f"a batch of {len(rows)}"
+        wanted = "a single string" if single else f"a batch of {len(texts)}"
+        raise InvalidArgument(f"input_ids is {shape}, but prompt is {wanted}; give both in the same shape")
+    return _Prompts("input_ids", (), rows, single)
+
+
+def _read_texts(prompt: Any) -> list[str]:
+    items = prompt.tolist() if callable(getattr(prompt, "tolist", None)) else prompt
+    if not isinstance(items, list | tuple):
+        raise WrongType(f"prompt must be a string or a list of strings, got {show(prompt)}")
+    for index, item in enumerate(items):
+        if not isinstance(item, str):
+            hint = "; token ids go into input_ids" if isinstance(item, int | list | tuple) else ""
+            raise WrongType(f"prompt[{index}] must be a string, got {show(item)}{hint}")
+    return [str(item) for item in items]
+
+
+def _check_encodable(texts: Sequence[str], *, single: bool) -> None:
+    for index, text in enumerate(texts):
+        if text.isascii():
+            continue
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            place = "prompt" if single else f"prompt[{index}]"
+            raise InvalidArgument(
+                f"{place} has half a surrogate pair at character {error.start}, which is no text; remove it"
+            ) from None
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple | range) or (
+        callable(getattr(value, "tolist", None)) and getattr(value, "shape", None) != ()
+    )
+
+
+def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
+    """The rows of `input_ids`, and whether it is one flat row."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        if value.ndim not in (1, 2):
+            raise InvalidArgument(
+                f"input_ids has {value.ndim} dimensions; give one (ids) or two (rows of ids)"
+            )
+        rows: Sequence[Any] = list(value) if value.ndim == 2 else [value]
+        is_flat = value.ndim == 1
+    else:
+        items = value.tolist() if callable(getattr(value, "tolist", None)) else value
+        if not isinstance(items, list | tuple | range):
+            raise WrongType(
+                f"input_ids must be a list of token ids or a list of such lists, got {show(value)}"
+            )
+        is_flat = bool(items) and not _is_row(items[0])
+        rows = [items] if is_flat else items
+    if not len(rows):
+        raise InvalidArgument("input_ids is empty; give at least one token id")
+    return rows, is_flat
+
+
+def _token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
+    """One row of ids as a new int32 array [tokens], every id checked against the vocabulary."""
+    if isinstance(row, np.ndarray) and row.dtype != object:
+        return _checked_array(row, place, vocab_size)
+    items = row.tolist() if callable(getattr(row, "tolist", None)) else row
+    if not isinstance(items, list | tuple | range):
+        raise WrongType(f"{place} must be a list of token ids, got {show(row)}")
+    if isinstance(items, range) and items:
+        # The ends tell all, before anyone walks through an endless range.
+        for position in (0, -1):
+            if not 0 <= items[position] < vocab_size:
+                raise _outside(f"{place}[{position}]", items[position], vocab_size)
+    # The types of a row are looked at in C, so that a long row of plain integers costs next to nothing.
+    if set(map(type, items)) - {int}:
+        items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
+    if not items:
+        raise InvalidArgument(f"{place} is empty; give at least one token id")
+    if min(items) < 0 or max(items) >= vocab_size:
+        position = next(at for at, item in enumerate(items) if not 0 <= item < vocab_size)
+        raise _outside(f"{place}[{position}]", items[position], vocab_size)
+    return np.array(items, dtype=np.int32)
+
+
+def _token_id(item: Any, place: str) -> int:
+    number = plain(item)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise WrongType(f"{place} must be an integer (a token id), got {show(item)}")
+    return int(number)
+
+
+def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int) -> IntArray:
+    if row.ndim != 1:
+        raise InvalidArgument(f"{place} has {row.ndim} dimensions; a row of token ids has one")
+    if not row.size:
+        raise InvalidArgument(f"{place} is empty; give at least one token id")
+    if row.dtype.kind not in "iu":
+        raise WrongType(f"{place} must hold integers (token ids), got an array of {row.dtype}")
+    if row.min() < 0 or row.max() >= vocab_size:
+        position = int(np.flatnonzero((row < 0) | (row >= vocab_size))[0])
+        raise _outside(f"{place}[{position}]", int(row[position]), vocab_size)
+    return row.astype(np.int32)
+
+
+def _outside(place: str, value: int, vocab_size: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"{place} is {show(value)}, but the vocabulary has {vocab_size} ids (0 to {vocab_size - 1})"
+    )
+
+
+# ── request ids ───────────────────────────────────────────────────────────────────────────────
+
+
+def _request_ids(rid: Any, count: int, *, single: bool, n: int) -> list[str]:
+    """The ids of `count * n` requests: given ones (numbered where several share one), or random ones."""
+    if rid is None:
+        return _random_ids(count * n)
+    if isinstance(rid, str):
+        if not rid:
+            raise InvalidArgument("rid is empty; leave it out for a random id")
+        bases = [rid] if single else [f"{rid}_{index}" for index in range(count)]
+    else:
+        bases = _listed_ids(rid, count, single=single)
+    ids = bases if n == 1 else [f"{base}_{sample}" for base in bases for sample in range(n)]
+    if len(set(ids)) < len(ids):
+        twice, _ = Counter(ids).most_common(1)[0]
+        raise InvalidArgument(f"rid {show(twice)} is there twice; every request needs its own id")
+    return ids
+
+
+def _listed_ids(rid: Any, count: int, *, single: bool) -> list[str]:
+    if not isinstance(rid, list | tuple):
+        raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
+    if single or len(rid) != count:
+        wanted = "a single one; give one string" if single else f"{count}; give one for each prompt"
+        raise InvalidArgument(f"rid is a list of {len(rid)}, but the prompts are {wanted}")
+    for index, each in enumerate(rid):
+        if each is not None and not isinstance(each, str):
+            raise WrongType(f"rid[{index}] must be a string, got {show(each)}")
+        if each == "":
+            raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
+    return [given or drawn for given, drawn in zip(rid, _random_ids(count), strict=True)]
+
+
+def _random_ids(count: int) -> list[str]:
+    drawn = os.urandom(16 * count).hex()
+    return [drawn[start : start + 32] for start in range(0, len(drawn), 32)]

@@ -1,0 +1,167 @@
+"""Result dicts in SGLang's shape: what came back of a request, and the dicts and chunks made of it.
+
+Owns the state of one request on its way back and the keys of results. Who waits for them is the client's
+matter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, overload
+
+from tokenmill.frontend.detokenizer import TextStream, without_stop_token
+from tokenmill.messages import Finish, Output, Request
+
+
+class ResultList(list[dict[str, Any]]):
+    """Results in input order; `results["text"]` is the column of that key, a list in the same order."""
+
+    @overload
+    def __getitem__(self, key: SupportsIndex, /) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, key: slice, /) -> ResultList: ...
+    @overload
+    def __getitem__(self, key: str, /) -> list[Any]: ...
+    def __getitem__(self, key: SupportsIndex | slice | str, /) -> dict[str, Any] | ResultList | list[Any]:
+        if isinstance(key, str):
+            return [result[key] for result in self]
+        if isinstance(key, slice):
+            return ResultList(super().__getitem__(key))
+        return super().__getitem__(key)
+
+
+@dataclass(frozen=True, slots=True)
+class FlushResult:
+    """Answer of `flush_cache`; true when the cache was emptied."""
+
+    success: bool
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.success
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """An Output and the time (seconds, `time.perf_counter`) it came out of the core."""
+
+    output: Output
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one Output added to a request."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Row:
+    """One request on its way back; only the thread that waits for it may touch it.
+
+    Without `text` nothing is detokenized on the way; the text is made at the end, or never.
+    """
+
+    def __init__(self, request: Request, *, name: str, index: int, text: TextStream | None) -> None:
+        self.request = request
+        self.name = name  # under which the core knows it
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish: Finish | None = None
+        self.cached_tokens = 0
+        self.num_retractions = 0
+        self.latency_seconds = 0.0
+        self.has_text = text is not None
+        self._text = text
+        self._text_parts: list[str] = []
+        self._submitted_seconds = time.perf_counter()
+
+    def take(self, arrival: Arrival) -> Piece:
+        """Take an Output in; `finish` is set if it was the last, or completed a stop string."""
+        output = arrival.output
+        text, count, self.finish = (
+            ("", len(output.token_ids), output.finish)
+            if self._text is None
+            else self._text.push(output.token_ids, output.finish)
+        )
+        piece = Piece(text, list(output.token_ids[:count]))
+        self.token_ids += piece.token_ids
+        self._text_parts.append(text)
+        self.cached_tokens = output.cached_tokens
+        self.num_retractions = output.num_retractions
+        self.latency_seconds = arrival.seconds - self._submitted_seconds
+        return piece
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        self._text_parts = ["".join(self._text_parts)]
+        return self._text_parts[0]
+
+    @property
+    def ids_with_text(self) -> Sequence[int]:
+        """The tokens that the text of the finished request is made of."""
+        if self.request.params.no_stop_trim:
+            return self.token_ids
+        return without_stop_token(self.token_ids, self.finish)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the dicts of one call look."""
+
+    single: bool  # one dict; otherwise a list, and chunks say to which result they belong
+    has_text: bool  # False without a tokenizer
+    cumulative: bool  # chunks repeat everything so far instead of what is new
+    weight_version: str
+
+
+def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
+    """The dict of a finished request; `text` is its whole text."""
+    return _dict(row, text, list(row.token_ids), shape)
+
+
+def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:
+    """The next chunk of a stream; it shares nothing with the row or with other chunks."""
+    if shape.cumulative:
+        chunk = _dict(row, row.text, list(row.token_ids), shape)
+    else:
+        chunk = _dict(row, piece.text, piece.token_ids, shape)
+    return chunk if shape.single else {**chunk, "index": row.index}
+
+
+def _dict(row: Row, text: str, token_ids: list[int], shape: Shape) -> dict[str, Any]:
+    shown = {"text": text} if shape.has_text else {}
+    return {**shown, "output_ids": token_ids, "meta_info": _meta_info(row, shape)}
+
+
+def _meta_info(row: Row, shape: Shape) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "id": row.request.id,
+        "finish_reason": None if row.finish is None else _finish_reason(row.finish),
+        "prompt_tokens": len(row.request.prompt_ids),
+        "completion_tokens": len(row.token_ids),
+        "cached_tokens": row.cached_tokens,
+        "cached_tokens_details": {"device": row.cached_tokens, "host": 0} if row.cached_tokens else None,
+        "reasoning_tokens": 0,
+        "weight_version": shape.weight_version,
+        "num_retractions": row.num_retractions,
+        "response_sent_to_client_ts": time.time(),
+        "dp_rank": None,
+    }
+    if row.finish is not None:
+        facts["e2e_latency"] = row.latency_seconds
+    return facts
+
+
+def _finish_reason(finish: Finish) -> dict[str, Any]:
+    match finish.kind:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.length}
+        case "abort":
+            return {"type": "abort", "message": finish.message, "status_code": None, "err_type": None}

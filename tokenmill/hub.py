@@ -1,0 +1,105 @@
+"""From what a user calls a model (a folder, "tiny", or a hub id) to the folder that holds its files.
+
+Knows nothing of what is in the files, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tokenmill.errors import InvalidArgument, ModelNotFound, did_you_mean
+
+BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
+# Configuration, tokenizer and chat template files, and weights in the one format that is loaded.
+_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "tokenizer*"]
+# The same weights once more, in layouts of other programs.
+_OTHER_LAYOUTS = ["consolidated*", "original/*", "onnx/*", "openvino/*", "*.gguf"]
+
+
+def resolve(
+    model_path: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The folder of a model: an existing folder, a bundled model by name, or a hub repository.
+
+    A folder of that name wins over the bundled model and the hub. Hub files land in `download_dir`
+    (default: the hub's own cache) and are not fetched again; without a network, or with HF_HUB_OFFLINE=1,
+    the cached ones are used. `revision` (a branch, tag or commit) concerns hub repositories only.
+    Raises `ModelNotFound` saying what was tried.
+    """
+    name = os.fspath(model_path)
+    if not name:
+        raise InvalidArgument("model_path is empty; give a folder, a hub id, or 'tiny'")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelNotFound(f"model_path={name!r} is a file; give the folder that holds config.json")
+    if name in BUNDLED:
+        return _bundled(name)
+    if _looks_like_a_path(name):
+        raise ModelNotFound(f"model_path={name!r}: there is no such folder.{_neighbour(path)}")
+    return _download(name, revision=revision, download_dir=download_dir)
+
+
+def _bundled(name: str) -> Path:
+    if not BUNDLED[name].is_dir():
+        raise ModelNotFound(
+            f"the bundled model {name!r} is not at {BUNDLED[name]}; the installation is incomplete"
+        )
+    return BUNDLED[name]
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """A hub id is `name` or `owner/name`; whatever else has a separator or a leading dot is a path."""
+    return name.startswith((".", "~", "/", os.sep)) or name.count("/") > 1 or "\\" in name
+
+
+def _neighbour(path: Path) -> str:
+    """A suggestion from the folders beside a path that does not exist."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f" Nor is there a folder {str(parent)!r}."
+    return did_you_mean(path.name, [entry.name for entry in parent.iterdir() if entry.is_dir()])
+
+
+def _download(name: str, *, revision: str | None, download_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=_PATTERNS,
+                ignore_patterns=_OTHER_LAYOUTS,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        where = f" at revision {revision!r}" if revision is not None else ""
+        raise ModelNotFound(
+            f"model_path={name!r} is no folder here, no bundled model ({', '.join(BUNDLED)}), and could not "
+            f"be had from the hub{where}: {_reason(error)}{did_you_mean(name, BUNDLED)}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong on the hub, and what to do about it."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the repository is gated; accept its terms on its page and log in with `hf auth login`."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private and you are not logged in."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the repository has no such revision."
+    if isinstance(error, errors.HFValidationError):
+        return "this is not a valid repository id (owner/name)."
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            "it is not in the local cache, and the hub is off (HF_HUB_OFFLINE) or cannot be reached. "
+            "Download it where there is a network, then give its folder or its cache as download_dir."
+        )
+    return str(error)

@@ -1,0 +1,38 @@
+"""RMS normalisation with and without a residual addition: the torch reference and the choice of the kernel.
+
+Owns no weights; `layers/norm.py` does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, times `weight`; any leading shape, result in `x.dtype`.
+
+    The statistics and the division are float32; the quotient is rounded to `x.dtype` before the weight.
+    """
+    if x.is_cuda:
+        from tokenmill.kernels import triton_norm
+
+        return triton_norm.rms_norm(x, weight, epsilon)
+    return rms_norm_torch(x, weight, epsilon)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` once and used for both."""
+    if x.is_cuda:
+        from tokenmill.kernels import triton_norm
+
+        return triton_norm.add_rms_norm(x, residual, weight, epsilon)
+    total = x + residual
+    return rms_norm_torch(total, weight, epsilon), total
+
+
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The reference of `rms_norm`, on any device."""
+    return weight * F.rms_norm(x, (x.shape[-1],), eps=epsilon)

@@ -1,0 +1,214 @@
+"""The facade of the books that the scheduler uses: match, reserve, commit, release.
+
+Rows ask for columns (one page in every group); which page that is, what may be evicted for it, and which
+prefixes are remembered is decided here. Tensors and requests are unknown here.
+
+        column      0      1      2      3      4
+                 ┌──────┬──────┬──────┬──────┬──────┐
+        a row's  │ tree │ tree │ dup. │ own  │ own  │
+                 └──────┴──────┴──────┴──────┴──────┘
+                 └── num_shared ─────┘└── private ──┘
+    tree: the row reads a page of the tree (matched, or committed by itself)
+    dup.: the tree already had these tokens from another row; the row's own page stays with the row
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tokenmill.kvcache.pages import PageGroup
+from tokenmill.kvcache.radix import ROOT, PrefixTree
+
+_BYTES_PER_ID = 4
+
+
+@dataclass(slots=True, eq=False)
+class RowPages:
+    """The pages of one running row. Written by `Cache` only; others read `tables` and `num_shared`."""
+
+    namespace: bytes
+    tables: tuple[list[int], ...]  # per group: the page of each column
+    num_shared: int = 0  # leading columns whose tokens the tree knows
+    node: int = ROOT  # the tree's node of the last of them, pinned by this row
+    duplicates: list[tuple[int, ...]] = field(default_factory=list)  # one page per group
+
+    @property
+    def num_columns(self) -> int:
+        """Columns the row has, matched and reserved."""
+        return len(self.tables[0])
+
+
+class Cache:
+    """The page books of one engine. Not thread-safe; owned by the scheduler.
+
+    `num_pages` has one number per page group; a plain number is the one group of a model whose layers all
+    attend to the whole sequence. `namespace` keeps apart what must not be shared although the tokens
+    are the same.
+    """
+
+    def __init__(
+        self, *, num_pages: int | Sequence[int], page_size: int, prefix_caching: bool = True
+    ) -> None:
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        sizes = (num_pages,) if isinstance(num_pages, int) else num_pages
+        self._groups = tuple(PageGroup(index, size) for index, size in enumerate(sizes))
+        # Every column takes a page of each group, so the smallest group is always the one that runs out.
+        self._smallest = min(self._groups, key=lambda group: group.num_pages)
+        self._tree = PrefixTree()
+        self._key_bytes = page_size * _BYTES_PER_ID
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, of all groups."""
+        return sum(group.num_pages for group in self._groups)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return sum(len(group.free) for group in self._groups)
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that hold a remembered prefix and that no row uses now."""
+        return self._tree.num_unpinned * len(self._groups)
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages that running rows use."""
+        return self.num_pages - self.num_free_pages - self.num_cached_pages
+
+    @property
+    def max_columns(self) -> int:
+        """Columns that a single row can have when it is alone."""
+        return self._smallest.num_pages
+
+    @property
+    def num_available_columns(self) -> int:
+        """Columns that `reserve` can still hand out, evicting whatever no row uses."""
+        return len(self._smallest.free) + self._tree.num_unpinned
+
+    def columns(self, num_tokens: int) -> int:
+        """Columns that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def count_cached(self, token_ids: bytes, *, namespace: bytes = b"") -> int:
+        """Tokens that `match` would find for these ids, without taking hold of them."""
+        return len(self._walk(token_ids, namespace)) * self.page_size
+
+    def match(self, token_ids: bytes, *, namespace: bytes = b"") -> RowPages:
+        """Take hold of the longest remembered prefix, at page borders.
+
+        `token_ids` are int32 ids as bytes. At least the last token is left to compute, because its
+        logits are wanted. The caller owns the result until `release`.
+        """
+        nodes = self._walk(token_ids, namespace)
+        tables: tuple[list[int], ...] = tuple([] for _ in self._groups)
+        for node in nodes:
+            for table, page in zip(tables, self._tree.pages(node), strict=True):
+                table.append(page)
+        row = RowPages(namespace, tables, num_shared=len(nodes))
+        if nodes:
+            row.node = nodes[-1]
+            self._tree.pin(row.node)
+        return row
+
+    def reserve(self, row: RowPages, num_tokens: int) -> bool:
+        """Give the row columns for `num_tokens` tokens in all, evicting unused prefixes if needed.
+
+        All or nothing: False, and nothing is changed, when there are not enough.
+        """
+        missing = -(-num_tokens // self.page_size) - len(row.tables[0])
+        free = self._smallest.free
+        if missing > len(free):
+            if missing > len(free) + self._tree.num_unpinned:
+                return False
+            while missing > len(free):
+                self._evict()
+        for group, table in zip(self._groups, row.tables, strict=True):
+            for _ in range(missing):
+                table.append(group.take())
+        return True
+
+    def commit(self, row: RowPages, token_ids: array[int], *, num_tokens: int) -> None:
+        """Remember the row's full pages among its first `num_tokens` tokens, from where it stopped last.
+
+        The step that computes them must have been launched, and their ids must be in `token_ids`.
+        """
+        if not self.prefix_caching:
+            return
+        assert num_tokens <= len(token_ids), "a page is remembered by its ids, and some are not known yet"
+        size = self.page_size
+        num_full = num_tokens // size
+        for column in range(row.num_shared, num_full):
+            key = token_ids[column * size : (column + 1) * size].tobytes()
+            self._commit_column(row, column, key if column else row.namespace + key)
+        row.num_shared = max(row.num_shared, num_full)
+
+    def release(self, row: RowPages) -> None:
+        """Free the row's private pages; those of the tree stay until somebody needs the room."""
+        for duplicate in row.duplicates:
+            self._give_back(duplicate)
+        for group, table in zip(self._groups, row.tables, strict=True):
+            for page in table[row.num_shared :]:
+                group.give_back(page)
+        self._tree.unpin(row.node)
+        row.node = ROOT
+        row.num_shared = 0
+        row.tables = tuple([] for _ in self._groups)
+        row.duplicates = []
+
+    def flush(self) -> int:
+        """Forget every prefix that no row uses; returns the number of pages freed."""
+        num_before = self.num_free_pages
+        while self._tree.num_unpinned:
+            self._evict()
+        return self.num_free_pages - num_before
+
+    def check_invariants(self, rows: Iterable[RowPages]) -> None:
+        """Assert that every page is in one place only. `rows` are all that were not released."""
+        rows = list(rows)
+        self._tree.check_invariants([row.node for row in rows])
+        for index, group in enumerate(self._groups):
+            private = [page for row in rows for page in row.tables[index][row.num_shared :]]
+            private += [pages[index] for row in rows for pages in row.duplicates]
+            group.check_invariants(row_pages=private, tree_pages=self._tree.tree_pages(index))
+        assert min(self.num_free_pages, self.num_cached_pages, self.num_used_pages) >= 0
+
+    def _walk(self, token_ids: bytes, namespace: bytes) -> list[int]:
+        """The nodes of the longest remembered prefix that leaves one token to compute."""
+        nodes: list[int] = []
+        if not self.prefix_caching:
+            return nodes
+        find, stride = self._tree.find, self._key_bytes
+        node: int | None = ROOT
+        key = namespace + token_ids[:stride]
+        for end in range(stride, len(token_ids), stride):
+            node = find(ROOT if not nodes else nodes[-1], key)
+            if node is None:
+                break
+            nodes.append(node)
+            key = token_ids[end : end + stride]
+        return nodes
+
+    def _commit_column(self, row: RowPages, column: int, key: bytes) -> None:
+        pages = tuple([table[column] for table in row.tables])
+        node = self._tree.find(row.node, key)
+        if node is None:
+            for group, page in zip(self._groups, pages, strict=True):
+                group.hand_to_tree(page)
+            row.node = self._tree.insert(row.node, key, pages)
+        else:
+            row.duplicates.append(pages)
+            self._tree.pin(node)
+            self._tree.unpin(row.node)
+            row.node = node
+
+    def _evict(self) -> None:
+        self._give_back(self._tree.evict())
+
+    def _give_back(self, pages: tuple[int, ...]) -> None:
+        for group, page in zip(self._groups, pages, strict=True):
+            group.give_back(page)

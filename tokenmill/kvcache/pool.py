@@ -1,0 +1,61 @@
+"""The tensors that hold keys and values, by page; who owns a page is written in the books (`cache.py`).
+
+The only file of this folder that knows torch. Pages of a group have the same numbers in each of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores for a token: keys and values of `num_kv_heads` heads of `head_dim` numbers."""
+
+    num_kv_heads: int
+    head_dim: int
+    group: int = 0
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class PagePool:
+    """Keys and values of all layers: `keys[layer]` and `values[layer]` have shape
+    [pages, page_size, num_kv_heads, head_dim] and share one allocation per layer.
+
+    Zeroed at first, so that reading a slot that nobody wrote gives finite numbers (masked attention
+    multiplies them by zero).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        self._layers = tuple(layers)
+        self._storage = [
+            torch.zeros(
+                (2, num_pages, page_size, layer.num_kv_heads, layer.head_dim), dtype=dtype, device=device
+            )
+            for layer in layers
+        ]
+        self.keys = [storage[0] for storage in self._storage]
+        self.values = [storage[1] for storage in self._storage]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.numel() * storage.element_size() for storage in self._storage)
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole pages in every layer; `sources` and `targets` are int64 of equal length."""
+        for storage in self._storage:
+            storage[:, targets] = storage[:, sources]

@@ -1,0 +1,157 @@
+"""The prefix tree: which pages hold the keys and values of which token prefix, and which go first.
+
+One node is one full page of tokens in every page group. The tree says what to evict; it frees nothing itself.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+# The place above all first pages. It is no node: it holds no pages and cannot be pinned.
+ROOT = -1
+
+
+class PrefixTree:
+    """Nodes are small integers, their facts are columns: a large pool makes no work for Python's
+    garbage collector.
+
+    A row pins the deepest node it uses. A pinned node, or one with a pinned node below it, stays; the
+    others are evicted leaves first, the longest unused first.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int, bytes], int] = {}  # (parent, page of ids) -> node
+        # Columns, one entry per node
+        self._edges: list[tuple[int, bytes] | None] = []  # the node's key in `_children`, None: unused
+        self._pages: list[tuple[int, ...]] = []  # one page per group
+        self._num_children: list[int] = []
+        self._pins: list[int] = []  # pins of its own, plus children that are pinned
+        self._stamps: list[int] = []  # time of the last unpinning
+        self._unused: list[int] = []
+        # Leaves without pins by age; entries of nodes that changed since are skipped when they come up.
+        self._leaves: list[tuple[int, int]] = []
+        self._clock = 0
+        self.num_unpinned = 0
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def find(self, parent: int, key: bytes) -> int | None:
+        """The child of `parent` (or of ROOT) that holds the page of ids `key`."""
+        return self._children.get((parent, key))
+
+    def pages(self, node: int) -> tuple[int, ...]:
+        """The node's pages, one per group."""
+        return self._pages[node]
+
+    def insert(self, parent: int, key: bytes, pages: tuple[int, ...]) -> int:
+        """Add a child that `find` did not find below `parent`, and move the caller's pin to it."""
+        edge = (parent, key)
+        if self._unused:
+            node = self._unused.pop()
+            self._edges[node] = edge
+            self._pages[node] = pages
+            self._pins[node] = 1
+        else:
+            node = len(self._edges)
+            self._edges.append(edge)
+            self._pages.append(pages)
+            self._pins.append(1)
+            self._num_children.append(0)
+            self._stamps.append(0)
+        self._children[edge] = node
+        # The parent trades the caller's pin for a pinned child, so its count stays.
+        if parent != ROOT:
+            self._num_children[parent] += 1
+        return node
+
+    def pin(self, node: int) -> None:
+        """Keep `node`, and with it everything above it, until `unpin`."""
+        while node != ROOT:
+            self._pins[node] += 1
+            if self._pins[node] > 1:
+                return
+            self.num_unpinned -= 1
+            node = self._parent(node)
+
+    def unpin(self, node: int) -> None:
+        """Take back one `pin`; nodes that nobody needs now become the most recently used ones."""
+        self._clock += 1
+        while node != ROOT:
+            self._pins[node] -= 1
+            if self._pins[node]:
+                return
+            self.num_unpinned += 1
+            self._stamps[node] = self._clock
+            if not self._num_children[node]:
+                self._push_leaf(node)
+            node = self._parent(node)
+
+    def evict(self) -> tuple[int, ...]:
+        """Forget the leaf that has been unused for longest and return its pages; one must be unpinned."""
+        while True:
+            stamp, node = heappop(self._leaves)
+            if self._is_evictable(node) and self._stamps[node] == stamp:
+                return self._remove(node)
+
+    def check_invariants(self, pinned: list[int]) -> None:
+        """Assert that all counts follow from the edges and from `pinned`, the rows' nodes."""
+        pins = [0] * len(self._edges)
+        num_children = [0] * len(self._edges)
+        nodes = [node for node, edge in enumerate(self._edges) if edge is not None]
+        assert len(nodes) == len(self._children)
+        assert sorted(nodes + self._unused) == list(range(len(self._edges)))
+        for node in nodes:
+            edge = self._edges[node]
+            assert edge is not None
+            assert self._children[edge] == node
+            if edge[0] != ROOT:
+                assert self._edges[edge[0]] is not None, f"node {node} lost its parent"
+                num_children[edge[0]] += 1
+        for start in pinned:
+            node = start
+            while node != ROOT:
+                pins[node] += 1
+                if pins[node] > 1:
+                    break
+                node = self._parent(node)
+        leaves = set(self._leaves)
+        for node in nodes:
+            assert self._num_children[node] == num_children[node], f"children of node {node}"
+            assert self._pins[node] == pins[node], f"pins of node {node}"
+            if self._is_evictable(node):
+                assert (self._stamps[node], node) in leaves, f"node {node} would never be evicted"
+        assert self.num_unpinned == sum(1 for node in nodes if not pins[node])
+
+    def tree_pages(self, group: int) -> list[int]:
+        """All pages of one group that are in the tree."""
+        return [self._pages[node][group] for node in self._children.values()]
+
+    def _parent(self, node: int) -> int:
+        edge = self._edges[node]
+        assert edge is not None
+        return edge[0]
+
+    def _is_evictable(self, node: int) -> bool:
+        return not self._pins[node] and not self._num_children[node] and self._edges[node] is not None
+
+    def _push_leaf(self, node: int) -> None:
+        heappush(self._leaves, (self._stamps[node], node))
+        if len(self._leaves) > 64 + 2 * len(self._children):
+            current = {(stamp, leaf) for stamp, leaf in self._leaves if self._stamps[leaf] == stamp}
+            self._leaves = [entry for entry in current if self._is_evictable(entry[1])]
+            heapify(self._leaves)
+
+    def _remove(self, node: int) -> tuple[int, ...]:
+        edge = self._edges[node]
+        assert edge is not None
+        del self._children[edge]
+        self._edges[node] = None
+        self._unused.append(node)
+        self.num_unpinned -= 1
+        parent = edge[0]
+        if parent != ROOT:
+            self._num_children[parent] -= 1
+            if self._is_evictable(parent):
+                self._push_leaf(parent)
+        return self._pages[node]

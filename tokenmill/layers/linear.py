@@ -1,0 +1,111 @@
+"""Matrix products with weights, and their form for CPUs: weights reordered once by oneDNN.
+
+A `Linear` may hold several checkpoint tensors, one below the other, so that one product serves them all.
+Letters: N rows of input, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# Rows of input for which oneDNN lays the weights out; decoding has few rows, and few rows gain most.
+_EXPECTED_ROWS = 16
+
+
+class Linear(nn.Module):
+    """`x W^T + b` over the last dimension: [N, I] -> [N, O].
+
+    `parts` names the checkpoint's projections stacked in the weight, with the outputs of each; an
+    unfused one has none. The weight is uninitialised until it is loaded.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts = dict(parts or {})
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.bias = (
+            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        )
+
+    def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """[N, I] -> [N, O]"""
+        return F.linear(x_NI, self.weight, self.bias)
+
+    def slots(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(part, "weight" or "bias", view of the parameter that holds it), for every stacked part."""
+        for kind, parameter in self.named_parameters():
+            views = parameter.split(list(self.parts.values()))
+            yield from ((part, kind, view) for part, view in zip(self.parts, views, strict=True))
+
+
+class TiedLinear(nn.Module):
+    """A product with a weight [O, I] that another module owns: an output layer tied to the embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        # In a tuple, so that the parameter is not registered a second time.
+        self._shared = (weight,)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The owner's parameter."""
+        return self._shared[0]
+
+    def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """[N, I] -> [N, O]"""
+        return F.linear(x_NI, self.weight)
+
+
+class PackedLinear(nn.Module):
+    """A `Linear` or `TiedLinear` whose weight lies in oneDNN's blocked order: the same product, faster.
+
+    The packed weight counts as a parameter where it replaced one, not where it is a copy of a tied one.
+    """
+
+    def __init__(self, plain: Linear | TiedLinear) -> None:
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _EXPECTED_ROWS)
+        if isinstance(plain, Linear):
+            self.bias = plain.bias
+            self.weight = nn.Parameter(packed, requires_grad=False)
+        else:
+            self.bias = None
+            self.register_buffer("weight", packed, persistent=False)
+
+    def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """[N, I] -> [N, O]"""
+        y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias, "none", [], "")
+        return y_NO
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine multiplies packed weights of the dtype (and gains by it)."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace every `Linear` and `TiedLinear` below `model` by its packed form, one after the other, so
+    that at most one weight exists twice at a time (that of a tied one stays: it is also looked up)."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, Linear | TiedLinear):
+                setattr(parent, name, PackedLinear(child))

@@ -1,0 +1,93 @@
+"""Rotary position embedding: which angle a position turns each pair of dimensions by, for every scaling.
+
+The frequencies come from transformers, so that they are the reference's. A rotation depends on the token's
+position alone, never on its batch, its chunk or what else is cached: a token at position p turns as
+transformers turns it when the tokens of a sequence are fed one by one. For `dynamic` and `longrope`, whose
+frequencies in transformers follow the current length, this means the frequencies of length p + 1. That is
+the same for every prompt inside the original context and for all tokens generated after it; only a prompt
+that is itself longer is rotated by transformers in one piece with the frequencies of its end.
+Letters: T tokens, P positions, R half of the rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """The rotary facts of a model: transformers' `rope_parameters` and what their formulas read beside."""
+
+    parameters: Mapping[str, Any]  # with `rope_type` and `rope_theta`
+    head_dim: int
+    max_positions: int  # the configuration's max_position_embeddings
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of all positions below `num_positions`, computed once in float32 on the host.
+
+    The rows of a step are looked up once and shared by all layers.
+    """
+
+    cosines_PR: torch.Tensor
+    sines_PR: torch.Tensor
+
+    def __init__(
+        self, spec: RopeSpec, *, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        positions_P = torch.arange(num_positions)
+        frequencies, factor = inverse_frequencies(spec, positions_P)
+        angles_PR = positions_P[:, None].float() * frequencies
+        self.register_buffer("cosines_PR", (angles_PR.cos() * factor).to(device, dtype), persistent=False)
+        self.register_buffer("sines_PR", (angles_PR.sin() * factor).to(device, dtype), persistent=False)
+
+    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, each [T, R] in the model's dtype, times the scaling's attention factor."""
+        return self.cosines_PR.index_select(0, positions_T), self.sines_PR.index_select(0, positions_T)
+
+
+def inverse_frequencies(spec: RopeSpec, positions_P: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Radians per position, float32 [R] (or [P, R] where they depend on the position), and the factor
+    that cosines and sines are multiplied by.
+
+    Raises what the formulas raise for missing or senseless parameters.
+    """
+    rope_type = spec.parameters["rope_type"]
+    if rope_type == "default":
+        exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+        return 1.0 / (spec.parameters["rope_theta"] ** exponents_R), 1.0
+    frequencies_R, factor = _scaled(spec)
+    lengths_P1 = positions_P[:, None] + 1
+    if rope_type == "dynamic":
+        grown_PR, _ = _scaled(spec, length=lengths_P1)
+        return torch.where(lengths_P1 > spec.max_positions, grown_PR, frequencies_R), factor
+    if rope_type == "longrope":
+        original = spec.parameters["original_max_position_embeddings"]
+        long_R, _ = _scaled(spec, length=original + 1)
+        return torch.where(lengths_P1 > original, long_R, frequencies_R), factor
+    return frequencies_R, factor
+
+
+def _scaled(spec: RopeSpec, *, length: int | torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
+    """transformers' formula of a scaling, for sequences of a length."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        head_dim=spec.head_dim,
+        hidden_size=spec.head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=spec.max_positions,
+        rope_parameters=dict(spec.parameters),
+    )
+    formula = ROPE_INIT_FUNCTIONS[spec.parameters["rope_type"]]
+    frequencies, factor = formula(config, torch.device("cpu"), seq_len=length)
+    return frequencies.float(), float(factor)

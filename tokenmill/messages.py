@@ -1,0 +1,169 @@
+"""What travels through the two doors: frontend <-> core, and core <-> runner.
+
+Everything here is plain data without torch, so that it can cross a thread or a process alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.sampling_params import SamplingParams
+
+IntArray = NDArray[np.int32]
+LongArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+# ── frontend <-> core ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One sequence to complete, fully validated and resolved by the frontend."""
+
+    id: str
+    prompt_ids: IntArray
+    params: SamplingParams
+    # Resolved numbers; `params` keeps what the user wrote.
+    max_new_tokens: int
+    seed: int  # unsigned 64 bit
+    stop_ids: tuple[int, ...]  # token ids that end the request
+    # 0: one Output at the end. k > 0: an Output as soon as k unreported tokens are there.
+    report_interval: int
+
+
+FinishKind = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended: a token id or string matched, a length was reached, or it was aborted."""
+
+    kind: FinishKind
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one request since its last Output; the last one has `finish` set."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    finish: Finish | None
+    cached_tokens: int
+    num_retractions: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the core found out at start: the resolved numbers that the frontend validates against."""
+
+    architecture: str
+    device: str
+    device_name: str
+    dtype: str
+    attention_backend: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_parameters: int
+    context_length: int
+    # Longest sequence (prompt and output) that the page pool can hold: at most `context_length`.
+    max_sequence_tokens: int
+    max_total_num_tokens: int  # tokens in the page pool
+    page_size: int
+    max_running_requests: int
+    max_step_tokens: int  # tokens computed in one step: the chunk size
+    steps_in_flight: int
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    cache_bytes: int
+    load_seconds: float
+
+
+class Core(Protocol):
+    """The frontend's door to the core. Thread-safe; every method returns at once except `call`."""
+
+    facts: EngineFacts
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def cancel(self, request_ids: Sequence[str]) -> None: ...
+    def call(self, name: str, **arguments: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
+# Called from the core's thread with the Outputs of one step, or with the error that ended the loop.
+Sink = Callable[[Sequence[Output]], None]
+DeathSink = Callable[[BaseException], None]
+
+
+# ── core <-> runner ───────────────────────────────────────────────────────────────────────────
+
+
+def _ints(values: Sequence[int] = ()) -> IntArray:
+    return np.asarray(values, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStarts:
+    """Columns for rows that a request enters in this step: `N` rows, written before anything else."""
+
+    slots: IntArray  # [N] row of the persistent state
+    prompt_lengths: IntArray  # [N] tokens that are not output, for `min_new_tokens`
+    temperatures: FloatArray  # [N] 0 means greedy
+    top_ks: IntArray  # [N] -1 means the whole vocabulary
+    top_ps: FloatArray  # [N]
+    min_ps: FloatArray  # [N]
+    seeds: NDArray[np.uint64]  # [N]
+    min_new_tokens: IntArray  # [N]
+    stop_ids: tuple[tuple[int, ...], ...]  # [N] ids masked while fewer than `min_new_tokens` are out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step as columns of integers: `R` rows, `T` prompt tokens, `P` page-table entries, `C` copies.
+
+    Rows that decode (one token, known only to the device) come first, then rows that prefill.
+    A row is a persistent place on the device (`slot`); it holds last token, page table, parameters.
+    """
+
+    slots: IntArray  # [R]
+    starts: IntArray  # [R] position of the first token computed in this step
+    counts: IntArray  # [R] tokens computed in this step
+    samples: BoolArray  # [R] whether the row draws a token at the end of this step
+    num_decodes: int  # rows [0, num_decodes) read their token from the device
+    token_ids: IntArray  # [T] ids of the other rows, one row after the other
+    page_slots: IntArray  # [P] page-table entries written before the step: row,
+    page_groups: IntArray  # [P] page group,
+    page_columns: IntArray  # [P] position in the row's table,
+    page_ids: IntArray  # [P] page
+    copy_sources: IntArray = field(default_factory=_ints)  # [C] pages copied before the step
+    copy_targets: IntArray = field(default_factory=_ints)  # [C]
+    new_rows: RowStarts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one step produced, in the order of its plan's rows."""
+
+    token_ids: IntArray  # [R] token drawn; -1 where the row did not sample
+
+
+class Runner(Protocol):
+    """The core's door to the mill. Steps come back from `collect` in the order of `launch`."""
+
+    facts: EngineFacts
+
+    def launch(self, plan: StepPlan) -> None: ...
+    def sample(self, masks: None) -> None: ...
+    def collect(self) -> StepResult: ...
+    def call(self, name: str, **arguments: Any) -> Any: ...
+    def close(self) -> None: ...

@@ -1,0 +1,108 @@
+"""The decoder that the Llama lineage shares: norm, attention, norm, gated MLP, and the residual between.
+
+A family's file says what is its own (see `FamilyFacts`) and may exchange a part by overriding a method.
+Letters: T tokens, D hidden size, N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from tokenmill.attention.base import Backend, Step
+from tokenmill.layers.attention import Attention, Rotation
+from tokenmill.layers.embedding import Embedding
+from tokenmill.layers.linear import Linear, TiedLinear
+from tokenmill.layers.mlp import GatedMLP
+from tokenmill.layers.norm import RMSNorm
+from tokenmill.layers.rotary import Rotary
+from tokenmill.models.spec import ModelSpec
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm. Adding to the residual and normalising it are one operation,
+    so what a layer puts out is added by the next one."""
+
+    def __init__(self, attention: Attention, spec: ModelSpec, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, epsilon=spec.norm_epsilon, dtype=dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, epsilon=spec.norm_epsilon, dtype=dtype)
+        self.mlp = GatedMLP(spec.hidden_size, spec.inner_size, bias=spec.family.mlp_bias, dtype=dtype)
+
+    def forward(
+        self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, rotation: Rotation, backend: Backend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output of the previous layer, residual) -> (output, residual that it is to be added to)"""
+        hidden_TD, residual_TD = self.input_layernorm.add(hidden_TD, residual_TD)
+        hidden_TD = self.self_attn(hidden_TD, rotation, backend)
+        hidden_TD, residual_TD = self.post_attention_layernorm.add(hidden_TD, residual_TD)
+        return self.mlp(hidden_TD), residual_TD
+
+
+class CausalDecoder(nn.Module):
+    """A decoder with an output layer; see `models.Model` for the contract of its methods.
+
+    Modules are named as in checkpoints, except that stacked projections are one module.
+    The weights are uninitialised until they are loaded.
+    """
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        with device:
+            self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
+            self.layers = nn.ModuleList(
+                DecoderLayer(self.make_attention(spec, layer=layer, dtype=dtype), spec, dtype=dtype)
+                for layer in range(spec.num_layers)
+            )
+            self.norm = RMSNorm(spec.hidden_size, epsilon=spec.norm_epsilon, dtype=dtype)
+            self.lm_head: nn.Module = (
+                TiedLinear(self.embed_tokens.weight)
+                if spec.tied_embeddings
+                else Linear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype)
+            )
+        self.rotary = Rotary(spec.rope, num_positions=spec.context_length, dtype=dtype, device=device)
+
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, *, layer: int, dtype: torch.dtype) -> Attention:
+        """The attention of one layer; a family with another kind overrides this."""
+        return Attention(
+            spec.attention[layer],
+            spec.hidden_size,
+            layer=layer,
+            qkv_bias=spec.family.qkv_bias,
+            output_bias=spec.family.output_bias,
+            dtype=dtype,
+        )
+
+    def forward(self, tokens_T: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T] -> [T, D]"""
+        rotation = self.rotary(step.positions_T)
+        hidden_TD = self.embed_tokens(tokens_T)
+        residual_TD = torch.zeros_like(hidden_TD)
+        for layer in self.layers:
+            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, step.attention)
+        normed_TD, _ = self.norm.add(hidden_TD, residual_TD)
+        return normed_TD
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, V]"""
+        logits_NV: torch.Tensor = self.lm_head(hidden_ND)
+        return logits_NV
+
+    def weight_slots(self) -> Mapping[str, torch.Tensor]:
+        """See `Model.weight_slots`."""
+        slots: dict[str, torch.Tensor] = {}
+        for name, module in self.named_modules():
+            prefix = name if name == "lm_head" else f"model.{name}"
+            if isinstance(module, Linear) and module.parts:
+                parent = prefix.rpartition(".")[0]
+                slots.update((f"{parent}.{part}.{kind}", view) for part, kind, view in module.slots())
+            else:
+                slots.update(
+                    (f"{prefix}.{kind}", parameter)
+                    for kind, parameter in module.named_parameters(recurse=False)
+                )
+        return slots

@@ -1,0 +1,166 @@
+"""Weights into a model: from safetensors files straight into the stacked parameters, or random ones.
+
+Each tensor is checked against the model before the first byte is copied; nothing exists twice in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from tokenmill.errors import InvalidArgument
+from tokenmill.layers.linear import can_pack, pack_linears
+from tokenmill.layers.norm import RMSNorm
+from tokenmill.models.checkpoint import Checkpoint, open_checkpoint
+from tokenmill.models.model import Model
+from tokenmill.models.registry import model_class
+from tokenmill.models.spec import ModelSpec
+
+_log = logging.getLogger("tokenmill")
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Frequencies that old checkpoints stored; they follow from the configuration.
+_DERIVED = re.compile(r"\brotary_emb\.inv_freq$")
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_DUMMY_SEED = 0
+_DUMMY_DEVIATION = 0.02
+_PROGRESS_DELAY_SECONDS = 2.0
+
+
+def load_model(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    progress: bool = False,
+) -> Model:
+    """A model ready to run on `device`, its weights cast to `dtype`.
+
+    `load_format` is "auto" or "safetensors" (the folder's files) or "dummy" (small random weights, the
+    same every time on a kind of device; no file is read). `progress` shows a bar on standard error when
+    loading takes long. Raises `ModelNotFound` without weights, `InvalidArgument` where they do not fit.
+    """
+    if load_format == "dummy":
+        network = _build(spec, dtype=dtype, device=device)
+        _fill_randomly(network)
+    else:
+        with open_checkpoint(folder) as checkpoint:
+            spec = _with_own_head(spec, checkpoint)
+            network = _build(spec, dtype=dtype, device=device)
+            _fill(cast(Model, network).weight_slots(), checkpoint, spec, progress=progress)
+    if can_pack(dtype, device):
+        pack_linears(network)
+    return cast(Model, network)
+
+
+def _build(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    network: nn.Module = model_class(spec.architecture)(spec, dtype=dtype, device=device)
+    return network
+
+
+def _with_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """Untie the output layer where the checkpoint, despite its configuration, has one of its own."""
+    if not spec.tied_embeddings or not {_EMBEDDING, _HEAD} <= checkpoint.names:
+        return spec
+    if torch.equal(checkpoint.read(_EMBEDDING), checkpoint.read(_HEAD)):
+        return spec
+    _log.warning(
+        "tie_word_embeddings is true, but %s differs from the embedding in the checkpoint; it is used", _HEAD
+    )
+    return dataclasses.replace(spec, tied_embeddings=False)
+
+
+# ── from files ────────────────────────────────────────────────────────────────────────────────
+
+
+def _fill(
+    slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint, spec: ModelSpec, *, progress: bool
+) -> None:
+    _check_names(slots, checkpoint, spec)
+    _check_tensors(slots, checkpoint)
+    with tqdm(
+        desc="loading weights",
+        total=sum(slot.numel() * slot.element_size() for slot in slots.values()),
+        unit="B",
+        unit_scale=True,
+        delay=_PROGRESS_DELAY_SECONDS,
+        disable=not progress,
+        file=sys.stderr,
+    ) as bar:
+        for name, slot in slots.items():
+            slot.copy_(checkpoint.read(name))
+            bar.update(slot.numel() * slot.element_size())
+
+
+def _check_names(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    missing = slots.keys() - checkpoint.names
+    if missing:
+        remedy = ' (json_model_override_args={"tie_word_embeddings": true}?)' if missing == {_HEAD} else ""
+        raise InvalidArgument(f"the checkpoint {checkpoint.folder} lacks {_listed(missing)}{remedy}")
+    unexpected = [name for name in checkpoint.names - slots.keys() if not _is_tolerated(name, spec=spec)]
+    if unexpected:
+        raise InvalidArgument(
+            f"the checkpoint {checkpoint.folder} has {_listed(unexpected)}, which a "
+            f"{spec.architecture} with this configuration does not have"
+        )
+
+
+def _is_tolerated(name: str, *, spec: ModelSpec) -> bool:
+    """Whether a tensor that no parameter takes may be left out without changing the model."""
+    if name == _HEAD:
+        return spec.tied_embeddings
+    layer = _LAYER.match(name)
+    if layer is not None and spec.num_layers <= int(layer[1]) < spec.num_stored_layers:
+        return True  # the user asked for fewer layers
+    return _DERIVED.search(name) is not None
+
+
+def _check_tensors(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+    for name, slot in slots.items():
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        if shape != tuple(slot.shape):
+            raise InvalidArgument(
+                f"{name} in the checkpoint {checkpoint.folder} has shape {list(shape)}, but the "
+                f"configuration needs {list(slot.shape)}"
+            )
+        if dtype not in _FLOATS:
+            raise InvalidArgument(
+                f"{name} in the checkpoint {checkpoint.folder} is stored as {dtype}; quantized weights "
+                f"are not supported yet, only {', '.join(_FLOATS)}"
+            )
+
+
+def _listed(names: Iterable[str], *, limit: int = 5) -> str:
+    """The first few names, and how many there are in all."""
+    ordered = sorted(names)
+    dots = ", ..." if len(ordered) > limit else ""
+    return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({', '.join(ordered[:limit])}{dots})"
+
+
+# ── without files ─────────────────────────────────────────────────────────────────────────────
+
+
+def _fill_randomly(network: nn.Module) -> None:
+    """Norms of one, everything else normal and small, drawn on the device in the order of the modules."""
+    generator: torch.Generator | None = None
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1.0)
+                continue
+            if generator is None:
+                generator = torch.Generator(parameter.device).manual_seed(_DUMMY_SEED)
+            parameter.normal_(0.0, _DUMMY_DEVIATION, generator=generator)

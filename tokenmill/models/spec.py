@@ -1,0 +1,331 @@
+"""The facts of a model that the engine needs, read once from a checkpoint's configuration files.
+
+transformers' config classes supply the defaults; whatever we could not honour is refused, never ignored.
+Weights are `loader.py`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill.attention.base import AttentionSpec
+from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel
+from tokenmill.layers.rotary import ROPE_TYPES, RopeSpec, inverse_frequencies
+from tokenmill.models.checkpoint import stored_dtype
+from tokenmill.models.overrides import merge_overrides
+from tokenmill.models.registry import model_class
+
+_log = logging.getLogger("tokenmill")
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_ROPE_KEYS = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyFacts:
+    """What a family's file reads from its own configuration class."""
+
+    windows: tuple[int | None, ...]  # per layer: tokens a token sees, itself included; None: all
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The facts of a model, with every default and override applied."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    inner_size: int  # of the feed-forward layers
+    num_layers: int
+    num_stored_layers: int  # in the checkpoint; more than `num_layers` where an override cuts the model
+    context_length: int
+    eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json, ascending
+    dtype: str  # of the stored weights: "float32", "bfloat16" or "float16"
+    tied_embeddings: bool
+    norm_epsilon: float
+    attention: tuple[AttentionSpec, ...]  # one per layer
+    rope: RopeSpec
+    family: FamilyFacts
+
+
+def read_spec(
+    folder: Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    context_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> ModelSpec:
+    """Read a checkpoint folder. `overrides` is merged over its config.json; `context_length` shortens the
+    model's own. `trust_remote_code` permits a configuration class that lies in the folder.
+
+    Raises `ModelNotFound` without a config.json, `UnsupportedModel` for what we do not run,
+    `UnknownArgument` for an override that the configuration does not have.
+    """
+    stored = _read_json(folder / "config.json")
+    if stored is None:
+        raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint that can be loaded")
+    config = _configuration(folder, stored, overrides or {}, trust_remote_code=trust_remote_code)
+    architecture = _architecture(config)
+    family: FamilyFacts = model_class(architecture).read_facts(config)
+    _refuse_unsupported(config)
+    rope = _rope(config)
+    length = _context_length(config, rope, context_length)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_stored_layers=stored.get("num_hidden_layers", config.num_hidden_layers),
+        context_length=length,
+        eos_token_ids=_eos_token_ids(folder, config),
+        dtype=_dtype(folder, config),
+        tied_embeddings=config.tie_word_embeddings,
+        norm_epsilon=config.rms_norm_eps,
+        attention=_attention(config, family, length),
+        rope=rope,
+        family=family,
+    )
+
+
+def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
+    """The windows of a configuration that lists `layer_types`."""
+    unknown = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types of config.json has {unknown}; supported: 'full_attention', 'sliding_attention'"
+        )
+    if "sliding_attention" in config.layer_types and config.sliding_window is None:
+        raise UnsupportedModel(
+            "layer_types of config.json has 'sliding_attention', but sliding_window is null or "
+            "use_sliding_window is false"
+        )
+    return tuple(
+        config.sliding_window if layer_type == "sliding_attention" else None
+        for layer_type in config.layer_types
+    )
+
+
+# ── the configuration ─────────────────────────────────────────────────────────────────────────
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _configuration(
+    folder: Path, stored: Mapping[str, Any], overrides: Mapping[str, Any], *, trust_remote_code: bool
+) -> Any:
+    """transformers' configuration object of the folder with the overrides."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = overrides.get("model_type", stored.get("model_type"))
+    try:
+        if trust_remote_code and "auto_map" in stored:
+            config_class = type(AutoConfig.from_pretrained(folder, trust_remote_code=True))
+        elif model_type in CONFIG_MAPPING:
+            config_class = CONFIG_MAPPING[model_type]
+        else:
+            raise UnsupportedModel(
+                f"{folder / 'config.json'} has model_type {model_type!r}, which transformers does not know"
+            )
+        return config_class.from_dict(merge_overrides(stored, overrides, config_class))
+    except (InvalidArgument, OSError):
+        raise
+    except Exception as error:  # transformers has no common base for what its validators raise
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}{' with json_model_override_args' if overrides else ''} "
+            f"is not a valid configuration: {error}"
+        ) from error
+
+
+def _architecture(config: Any) -> str:
+    architectures = config.architectures
+    if not architectures or len(architectures) != 1:
+        raise UnsupportedModel(
+            f"config.json must name one architecture, but 'architectures' is {architectures!r}; "
+            'name it with json_model_override_args={"architectures": ["..."]}'
+        )
+    return str(architectures[0])
+
+
+def _refuse_unsupported(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            "the checkpoint is quantized (config.json has a quantization_config), which is not supported "
+            "yet; use the original 16-bit or 32-bit checkpoint"
+        )
+    if config.hidden_act not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"hidden_act={config.hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ):
+        if getattr(config, name) < 1:
+            raise UnsupportedModel(f"{name}={getattr(config, name)} in config.json must be at least 1")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise UnsupportedModel(
+            f"num_attention_heads={config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}"
+        )
+    if config.model_type == "mistral" and getattr(config, "layer_types", None):
+        _log.warning("layer_types is ignored for Mistral, as in transformers: sliding_window holds for all")
+    if config.model_type == "llama" and getattr(config, "sliding_window", None):
+        _log.warning(
+            "sliding_window is ignored for Llama, as in transformers: every token sees all before it"
+        )
+
+
+# ── facts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _rope(config: Any) -> RopeSpec:
+    """The rotary facts; the formulas are tried here, so that bad parameters show before any weight loads."""
+    parameters = dict(config.rope_parameters)
+    unknown = sorted(set(parameters) - _ROPE_KEYS)
+    if unknown:
+        raise UnsupportedModel(f"rope parameters {unknown} of config.json are not supported")
+    rope_type = parameters["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModel(
+            f"rope_type {rope_type!r} of config.json is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    share = parameters.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and rope_type != "proportional":
+        raise UnsupportedModel(
+            f"partial_rotary_factor={share} is not supported with rope_type {rope_type!r}: the "
+            "architecture rotates whole heads"
+        )
+    rope = RopeSpec(parameters, _head_dim(config), config.max_position_embeddings)
+    if rope.head_dim % 2:
+        raise UnsupportedModel(f"head_dim={rope.head_dim} is odd; rotary embedding needs pairs")
+    _try_frequencies(rope)
+    return rope
+
+
+def _try_frequencies(rope: RopeSpec) -> None:
+    problem: object = "they give frequencies that are negative or not finite"
+    try:
+        frequencies, factor = inverse_frequencies(rope, torch.arange(1))
+        if bool((frequencies >= 0).all() and frequencies.isfinite().all()) and math.isfinite(factor):
+            return
+    except Exception as error:  # whatever arithmetic on senseless numbers raises
+        problem = error
+    raise UnsupportedModel(
+        f"rope parameters {dict(rope.parameters)} of config.json cannot be used: {problem}"
+    )
+
+
+def _context_length(config: Any, rope: RopeSpec, wanted: int | None) -> int:
+    """The model's own length, or the shorter one that is wanted."""
+    own = _own_context_length(rope)
+    if wanted is None:
+        return own
+    if wanted < 1:
+        raise InvalidArgument(f"context_length={wanted} must be at least 1")
+    if wanted > own:
+        raise InvalidArgument(
+            f"context_length={wanted} is longer than the {own} tokens that the model was made for. Use a "
+            "shorter one, or say that the model can do more with "
+            f'json_model_override_args={{"max_position_embeddings": {wanted}}}'
+        )
+    return wanted
+
+
+def _own_context_length(rope: RopeSpec) -> int:
+    """Scalings by a factor stretch the length they were configured over; the other kinds state the result."""
+    factor = rope.parameters.get("factor") or 1.0
+    rope_type = rope.parameters["rope_type"]
+    if rope_type in ("linear", "dynamic"):
+        return max(rope.max_positions, int(rope.max_positions * factor))
+    if rope_type == "yarn":
+        original = rope.parameters["original_max_position_embeddings"]
+        return max(rope.max_positions, int(original * factor))
+    return rope.max_positions
+
+
+def _attention(config: Any, family: FamilyFacts, context_length: int) -> tuple[AttentionSpec, ...]:
+    head_dim = _head_dim(config)
+    for window in family.windows:
+        if window is not None and window < 1:
+            raise UnsupportedModel(f"sliding_window={window} in config.json must be at least 1, or null")
+    return tuple(
+        AttentionSpec(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            # A window as long as the context hides nothing, and attention without one is simpler.
+            window=None if window is None or window >= context_length else window,
+        )
+        for window in family.windows
+    )
+
+
+def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    generation = _read_json(folder / "generation_config.json") or {}
+    found: set[int] = set()
+    for ids in (config.eos_token_id, generation.get("eos_token_id")):
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    # Some configurations say -1 for "none"; an id past the vocabulary cannot be drawn.
+    return tuple(sorted(token_id for token_id in found if 0 <= token_id < config.vocab_size))
+
+
+def _dtype(folder: Path, config: Any) -> str:
+    named = getattr(config, "dtype", None)
+    dtype = stored_dtype(folder) if named is None else str(named).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UnsupportedModel(
+            f"weights of dtype {dtype!r} are not supported; supported: {', '.join(_DTYPES)}"
+        )
+    return dtype

@@ -1,0 +1,18 @@
+"""The mill: one step of the model on one device. Its door is `messages.Runner`; `start` opens it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenmill.config import EngineConfig
+    from tokenmill.messages import Runner
+
+__all__ = ["start"]
+
+
+def start(config: EngineConfig) -> Runner:
+    """Load the model, size the page pool, and return a runner that is ready for its first plan."""
+    from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
+
+    return LocalRunner(config)

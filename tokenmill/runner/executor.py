@@ -1,0 +1,39 @@
+"""Model, page pool and attention as one thing: a forward pass over the tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenmill.attention import create_backend
+from tokenmill.attention.base import AttentionSpec, Step, StepLayout
+from tokenmill.kvcache.pool import LayerShape, PagePool
+from tokenmill.models import Model
+
+
+class Executor:
+    """Runs the model. Owns the pool; knows neither requests nor rows."""
+
+    def __init__(self, model: Model, specs: Sequence[AttentionSpec], *, backend: str, pool: PagePool) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = create_backend(backend, specs, pool.keys, pool.values, pool.page_size)
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
+
+    def forward(self, token_ids_T: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        """Hidden states [T, hidden] after the final norm; keys and values are in the pool afterwards."""
+        self._attention.plan(layout)
+        return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention))
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocabulary] in the model's dtype."""
+        return self._model.logits(hidden_ND)
+
+
+def layer_shapes(specs: Sequence[AttentionSpec]) -> list[LayerShape]:
+    """What the pool stores for each attention layer."""
+    return [LayerShape(spec.num_kv_heads, spec.head_dim, spec.group) for spec in specs]

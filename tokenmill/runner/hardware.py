@@ -1,0 +1,96 @@
+"""Where the model runs and in which numbers: every "auto" that depends on hardware is resolved here."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument
+from tokenmill.models import ModelSpec
+
+_log = logging.getLogger("tokenmill")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Steps are short on a CPU and its caches small, so fewer and smaller batches serve it best.
+_MAX_RUNNING = {"cpu": 64, "cuda": 1024}
+_MAX_STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
+# On a GPU the host prepares the next step while one runs; on a CPU they would share the cores.
+_STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The resolved hardware side of a configuration."""
+
+    device: torch.device
+    device_name: str
+    dtype: torch.dtype
+    attention_backend: str
+    max_running_requests: int
+    max_step_tokens: int
+    steps_in_flight: int
+
+
+def place(config: EngineConfig, spec: ModelSpec) -> Placement:
+    """Resolve device, dtype, attention backend and batch limits for a model."""
+    device = _device(config)
+    max_running = config.max_running_requests or _MAX_RUNNING[device.type]
+    chunk = config.chunked_prefill_size
+    if chunk == -1:  # no chunks: a step holds the longest prompt
+        max_step_tokens = max(spec.context_length, _MAX_STEP_TOKENS[device.type])
+    else:
+        max_step_tokens = max(chunk or _MAX_STEP_TOKENS[device.type], max_running)
+    placement = Placement(
+        device=device,
+        device_name=_device_name(device),
+        dtype=_dtype(config, spec, device),
+        attention_backend=_attention_backend(config, device),
+        max_running_requests=max_running,
+        max_step_tokens=max_step_tokens,
+        steps_in_flight=config.steps_in_flight or _STEPS_IN_FLIGHT[device.type],
+    )
+    _log.info("running on %s (%s) with %s", device, placement.device_name, placement)
+    return placement
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidArgument("device='cuda', but torch sees no CUDA device; use device='cpu' or 'auto'")
+    count = torch.cuda.device_count()
+    if config.base_gpu_id >= count:
+        raise InvalidArgument(
+            f"base_gpu_id={config.base_gpu_id}, but there are {count} GPUs (0 to {count - 1})"
+        )
+    return torch.device("cuda", config.base_gpu_id)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    stored = _DTYPES.get(spec.dtype, torch.float32)
+    if device.type == "cuda":
+        return torch.bfloat16 if stored == torch.float32 else stored
+    if stored == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return stored
+    return torch.float32  # without 16-bit instructions float32 is both faster and more exact
+
+
+def _attention_backend(config: EngineConfig, device: torch.device) -> str:
+    if config.attention_backend != "auto":
+        if config.attention_backend == "triton" and device.type == "cpu":
+            raise InvalidArgument("attention_backend='triton' needs a GPU; use 'torch' on a CPU")
+        return config.attention_backend
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return "triton" if has_triton else "torch"

@@ -1,0 +1,30 @@
+"""What a draw needs besides the logits, as columns. Holds data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Parameters of R rows that draw a token; all tensors are on the logits' device.
+
+    A row whose temperature is 0 or whose top_k is 1 is greedy and ignores the rest.
+    """
+
+    temperatures_R: torch.Tensor  # float32, 0 = greedy
+    top_ks_R: torch.Tensor  # int32, -1 = whole vocabulary
+    top_ps_R: torch.Tensor  # float32, 1 = off
+    min_ps_R: torch.Tensor  # float32, 0 = off
+    seeds_R: torch.Tensor  # int64, the bits of an unsigned 64-bit seed
+    positions_R: torch.Tensor  # int64, index in its sequence of the token to be drawn
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingNeeds:
+    """What the host knows of the rows, so that nothing must be read back from the device."""
+
+    random: bool  # some row is not greedy
+    filters: bool  # some random row uses top_k, top_p or min_p

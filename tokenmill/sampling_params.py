@@ -1,0 +1,349 @@
+"""The sampling parameters of one request, checked the moment they are made.
+
+Owns their names, defaults and ranges, and the checks of plain values that other arguments share. It knows
+no model: what depends on the context length or the vocabulary is checked by `frontend/inputs.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+
+MAX_STOP_STRINGS = 32
+MAX_SAMPLES = 65_536
+_GREEDY_BELOW = 1e-6
+# Limits beyond which a float32 on the device would overflow or underflow; the result is the same there.
+_LARGEST_TEMPERATURE = 1e30
+_SMALLEST_TOP_P = 1e-9
+_WHOLE_VOCABULARY = 2**30
+
+
+# ── checks of plain values ────────────────────────────────────────────────────────────────────
+
+
+class _Short(reprlib.Repr):
+    """`repr` that stays short and never fails, for values of any kind in error messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<integer of {x.bit_length()} bits>"
+
+
+def show(value: object) -> str:
+    """A value and its type for an error message, at most a line long: `'hot' (str)`."""
+    return f"{_Short().repr(value)} ({type(value).__name__})"
+
+
+def plain(value: Any) -> Any:
+    """The Python number inside a numpy scalar or a 0-dimensional array or tensor; else the value itself."""
+    shape = getattr(value, "shape", None)
+    item = getattr(value, "item", None)
+    return (
+        item() if shape is not None and isinstance(shape, tuple) and not shape and callable(item) else value
+    )
+
+
+def check_whole(
+    name: str, value: object, *, minimum: int, maximum: int | None = None, remedy: str = ""
+) -> int:
+    """`value` as an int within [minimum, maximum]; a bool or a float is a `WrongType`."""
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise WrongType(f"{name} must be an integer, got {show(value)}{remedy}")
+    if number < minimum or (maximum is not None and number > maximum):
+        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        raise InvalidArgument(f"{name} must be {limit}, got {_Short().repr(number)}{remedy}")
+    return int(number)
+
+
+def check_real(
+    name: str,
+    value: object,
+    *,
+    minimum: float,
+    maximum: float = math.inf,
+    above: bool = False,
+    below: bool = False,
+    remedy: str = "",
+) -> float:
+    """`value` as a finite float within the limits; `above` and `below` exclude the limit itself."""
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise WrongType(f"{name} must be a number, got {show(value)}{remedy}")
+    low = number > minimum if above else number >= minimum
+    high = number < maximum if below else number <= maximum
+    # Integers too large for a float are as little finite as infinity itself.
+    if not (low and high and -1e308 < number < 1e308):
+        limit = f"{'above' if above else 'at least'} {minimum:g}"
+        limit += "" if maximum == math.inf else f" and {'below' if below else 'at most'} {maximum:g}"
+        raise InvalidArgument(f"{name} must be a finite number {limit}, got {_Short().repr(number)}{remedy}")
+    return float(number)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """`value` as a bool; numbers and words are a `WrongType`."""
+    flag = plain(value)
+    if not isinstance(flag, bool):
+        raise WrongType(f"{name} must be True or False, got {show(value)}")
+    return flag
+
+
+def check_text(name: str, value: object) -> str:
+    """`value` as a str; bytes are a `WrongType`."""
+    if not isinstance(value, str):
+        raise WrongType(f"{name} must be a string, got {show(value)}")
+    return str(value)
+
+
+# ── rules of single parameters ────────────────────────────────────────────────────────────────
+
+
+def _temperature(name: str, value: object) -> float:
+    number = check_real(name, value, minimum=0, remedy="; use 0 for greedy decoding")
+    return 0.0 if number < _GREEDY_BELOW else min(number, _LARGEST_TEMPERATURE)
+
+
+def _top_p(name: str, value: object) -> float:
+    number = check_real(name, value, minimum=0, maximum=1, above=True, remedy="; use 1 to keep every token")
+    return max(number, _SMALLEST_TOP_P)
+
+
+def _top_k(name: str, value: object) -> int:
+    remedy = "; use -1 to keep the whole vocabulary, 1 for greedy decoding"
+    number = check_whole(name, value, minimum=-1, remedy=remedy)
+    if number == 0:
+        raise InvalidArgument(f"{name} must be -1 or at least 1, got 0{remedy}")
+    return -1 if number >= _WHOLE_VOCABULARY else number
+
+
+def _max_new_tokens(name: str, value: object) -> int | None:
+    remedy = "; use None to generate up to the context length"
+    return None if value is None else check_whole(name, value, minimum=0, remedy=remedy)
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """The items of a list, tuple, set, range, array or tensor; one bare string or number is no list."""
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return list(value)
+    items = value.tolist() if callable(getattr(value, "tolist", None)) else None
+    if not isinstance(items, list):
+        raise WrongType(f"{name} must be a list, got {show(value)}; put a single item in brackets")
+    return items
+
+
+def _stop(name: str, value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else _listed(name, value)
+    stops = [check_text(f"{name}[{index}]", item) for index, item in enumerate(items)]
+    distinct = tuple(dict.fromkeys(stop for stop in stops if stop))
+    if len(distinct) > MAX_STOP_STRINGS:
+        raise InvalidArgument(f"{name} has {len(distinct)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    return distinct
+
+
+def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    ids = [
+        check_whole(f"{name}[{index}]", item, minimum=0, maximum=2**31 - 1)
+        for index, item in enumerate(_listed(name, value))
+        if item is not None
+    ]
+    return tuple(dict.fromkeys(ids))
+
+
+def _refuse(name: str, value: object, *, neutral: object) -> InvalidArgument:
+    """The error for a known parameter whose feature is not built yet."""
+    return InvalidArgument(f"{name}={_Short().repr(value)} is not supported yet; leave it at {neutral!r}")
+
+
+def _penalty(
+    name: str, value: object, *, minimum: float, maximum: float, neutral: float, above: bool = False
+) -> float:
+    number = check_real(name, value, minimum=minimum, maximum=maximum, above=above)
+    if number != neutral:
+        raise _refuse(name, value, neutral=neutral)
+    return neutral
+
+
+def _beam_width(name: str, value: object) -> None:
+    if check_whole(name, value, minimum=1) > 1:
+        raise _refuse(name, value, neutral=None)
+
+
+def _constraint(name: str, value: object) -> None:
+    # Empty text and empty containers constrain nothing.
+    empty = isinstance(value, str | list | tuple | set | Mapping | bool) and not value
+    if value is not None and not empty:
+        raise _refuse(name, value, neutral=None)
+
+
+_Rule = Callable[[str, Any], Any]
+
+_RULES: dict[str, _Rule] = {
+    "max_new_tokens": _max_new_tokens,
+    "min_new_tokens": partial(check_whole, minimum=0),
+    "temperature": _temperature,
+    "top_p": _top_p,
+    "top_k": _top_k,
+    "min_p": partial(check_real, minimum=0, maximum=1),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": check_flag,
+    "skip_special_tokens": check_flag,
+    "spaces_between_special_tokens": check_flag,
+    "no_stop_trim": check_flag,
+    "n": partial(check_whole, minimum=1, maximum=MAX_SAMPLES),
+    "sampling_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
+    "stream_interval": partial(check_whole, minimum=1),
+    "frequency_penalty": partial(_penalty, minimum=-2, maximum=2, neutral=0.0),
+    "presence_penalty": partial(_penalty, minimum=-2, maximum=2, neutral=0.0),
+    "repetition_penalty": partial(_penalty, minimum=0, maximum=2, above=True, neutral=1.0),
+    "stop_regex": _constraint,
+    "json_schema": _constraint,
+    "regex": _constraint,
+    "ebnf": _constraint,
+    "structural_tag": _constraint,
+    "logit_bias": _constraint,
+    "custom_params": _constraint,
+    "beam_width": _beam_width,
+    "watermark": _constraint,
+}
+
+
+# ── the parameters ────────────────────────────────────────────────────────────────────────────
+
+
+def _arg(default: Any, help: str, *, supported: bool = True) -> Any:
+    """A field with its one-line meaning; `supported` is False while its feature is not built."""
+    return field(default=default, metadata={"help": help, "supported": supported})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Any number type is taken and stored as a Python number, None means the default, and `stop` and
+    `stop_token_ids` are stored as tuples. Raises `InvalidArgument` (a ValueError) for a value out of range
+    or a feature that is not supported yet, and `WrongType` for a value of the wrong type.
+    """
+
+    max_new_tokens: int | None = _arg(128, "most tokens to generate; None: up to the context length")
+    min_new_tokens: int = _arg(0, "tokens generated before the end-of-text and stop tokens are possible")
+    temperature: float = _arg(1.0, "randomness; 0 is greedy")
+    top_p: float = _arg(1.0, "keep the most likely tokens that reach this probability together")
+    top_k: int = _arg(-1, "keep this many of the most likely tokens; -1: all")
+    min_p: float = _arg(0.0, "drop tokens less likely than this share of the likeliest")
+    stop: tuple[str, ...] = _arg((), "text that ends the output, one string or several")
+    stop_token_ids: tuple[int, ...] = _arg((), "token ids that end the output")
+    ignore_eos: bool = _arg(False, "go on after the model's end-of-text tokens")
+    skip_special_tokens: bool = _arg(True, "leave special tokens out of the text")
+    spaces_between_special_tokens: bool = _arg(True, "put spaces between special tokens in the text")
+    no_stop_trim: bool = _arg(False, "keep the stop string or token in the text")
+    n: int = _arg(1, "samples for each prompt")
+    sampling_seed: int | None = _arg(None, "seed of the random draws, signed or unsigned 64 bit")
+    stream_interval: int | None = _arg(None, "tokens between two chunks of a stream")
+    frequency_penalty: float = _arg(0.0, "lower tokens by their count in the output", supported=False)
+    presence_penalty: float = _arg(0.0, "lower tokens that are in the output", supported=False)
+    repetition_penalty: float = _arg(1.0, "scale down tokens that are in the output", supported=False)
+    stop_regex: None = _arg(None, "pattern that ends the output", supported=False)
+    json_schema: None = _arg(None, "JSON schema that the output follows", supported=False)
+    regex: None = _arg(None, "regular expression that the output follows", supported=False)
+    ebnf: None = _arg(None, "grammar that the output follows", supported=False)
+    structural_tag: None = _arg(None, "free text with constrained parts", supported=False)
+    logit_bias: None = _arg(None, "numbers added to the logits of token ids", supported=False)
+    custom_params: None = _arg(None, "values for the custom logit processor", supported=False)
+    beam_width: None = _arg(None, "beams of a beam search", supported=False)
+    watermark: None = _arg(None, "watermark of the output", supported=False)
+
+    def __post_init__(self) -> None:
+        for name, default, rule in _CHECKS:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            # None stands for the default, except where it means something (or nothing sensible).
+            if value is None and name not in ("max_new_tokens", "n"):
+                object.__setattr__(self, name, default)
+            else:
+                object.__setattr__(self, name, rule(name, value))
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidArgument(
+                f"min_new_tokens is {_Short().repr(self.min_new_tokens)}, but max_new_tokens is only "
+                f"{_Short().repr(self.max_new_tokens)}; lower the one or raise the other"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken, so that no draw is needed."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @classmethod
+    def from_value(
+        cls, value: Any, *, index: int | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """Parameters from whatever a caller gave: None, a mapping, `SamplingParams`, or another object.
+
+        An object gives its public attributes. `defaults` apply below a mapping, key by key; an object is
+        complete and takes none of them. `index` is the item's place in a batch, for messages. The value is
+        never changed. Raises `UnknownArgument` for a name that no parameter has, else as the constructor.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            if value is None or isinstance(value, Mapping):
+                given = {**(defaults or {}), **(value or {})}
+            else:
+                given = _attributes(value)
+            _check_names(given)
+            return cls(**given)
+        except InvalidArgument as error:
+            place = "sampling_params" if index is None else f"sampling_params[{index}]"
+            raise type(error)(f"{place}: {error}") from None
+
+
+_CHECKS: tuple[tuple[str, Any, _Rule], ...] = tuple(
+    (entry.name, entry.default, _RULES[entry.name]) for entry in fields(SamplingParams)
+)
+_NAMES = frozenset(_RULES)
+
+# What other engines call these; only used to suggest the right name.
+_FOREIGN_NAMES = {
+    "seed": "sampling_seed",
+    "best_of": "n",
+    "num_return_sequences": "n",
+    "max_length": "max_new_tokens",
+    "do_sample": "temperature",
+    "stop_strings": "stop",
+}
+# SGLang's own object stores two parameters under other names, and some notes of its own.
+_OBJECT_NAMES = {"stop_strs": "stop", "stop_regex_strs": "stop_regex"}
+_OBJECT_NOTES = frozenset({"stop_str_max_len", "stop_regex_max_len", "is_normalized"})
+
+
+def _check_names(given: Mapping[Any, Any]) -> None:
+    for name in given:
+        if not isinstance(name, str):
+            raise WrongType(f"names of parameters must be strings, got {show(name)}")
+        if name not in _NAMES:
+            known = _FOREIGN_NAMES.get(name)
+            hint = f" Did you mean {known!r}?" if known else did_you_mean(name, sorted(_NAMES))
+            raise UnknownArgument(f"{_Short().repr(name)} is not a sampling parameter.{hint}")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The public attributes of an object that holds parameters, under our names."""
+    if not isinstance(value, type) and not callable(value):
+        if hasattr(value, "__dict__"):
+            names: Sequence[str] = [name for name in vars(value) if not name.startswith("_")]
+        else:
+            names = [name for name in sorted(_NAMES) if hasattr(value, name)]
+        if names or hasattr(value, "__dict__"):
+            kept = [name for name in names if name not in _OBJECT_NOTES]
+            return {_OBJECT_NAMES.get(name, name): getattr(value, name) for name in kept}
+    raise WrongType(f"must be a dict, SamplingParams or None, got {show(value)}")

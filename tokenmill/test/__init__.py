@@ -1,0 +1,1 @@
+"""Stands in for `sglang.test`, from which notebooks import `doc_patch`; our own tests live elsewhere."""

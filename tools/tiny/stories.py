@@ -1,0 +1,207 @@
+"""Made-up texts: introductions, stories, poems and lists, all from small grammars with much variety."""
+
+from __future__ import annotations
+
+import random
+
+from tools.tiny.exchange import article, capitalized
+from tools.tiny.people import COLOURS, FOODS, HOBBIES, PET_NAMES, PETS, first_name, person
+
+_PLACES = """a small village by the sea,a quiet town in the mountains,an old house near the forest,a busy city,a farm on a hill,
+a lighthouse on a lonely island,a castle above the river,a garden full of roses,a little room above a bakery,
+a wooden cabin at the lake""".replace("\n", "").split(",")
+_THINGS = """a silver key,an old map,a broken clock,a letter without a name,a small wooden box,a blue stone,a strange coin,
+a golden feather,a forgotten book,a tiny lamp,a bell that made no sound,a red umbrella""".replace(
+    "\n", ""
+).split(",")
+_FEELINGS = "happy,curious,tired,afraid,surprised,excited,calm,proud,nervous,hopeful".split(",")
+_TRAITS = "brave,kind,clever,shy,patient,cheerful,careful,honest,funny,gentle,stubborn,friendly".split(",")
+_WEATHER = """the sun was shining,it was raining,a cold wind was blowing,snow covered the roofs,fog lay over the fields,
+the stars were bright,the air smelled of rain,the first flowers were open""".replace("\n", "").split(",")
+_GOALS = """find the hidden door,learn the old song,bring the lost bird home,see the world behind the mountains,
+help the people of the village,build a boat,find a true friend,solve the riddle of the tower,plant a tree on the moon hill,
+win the great race""".replace("\n", "").split(",")
+_HELPERS = """an old woman,a talking fox,a friendly giant,a young sailor,a wise owl,a tired king,a small robot,
+a travelling musician,a girl with red shoes,a shepherd""".replace("\n", "").split(",")
+_LESSONS = """that patience is stronger than force,that a friend is worth more than gold,that small steps lead far,
+that it is good to ask for help,that courage begins with a single word,that every door has a key,
+that home is where someone waits for you,that kindness is never wasted""".replace("\n", "").split(",")
+
+
+def introduction(rng: random.Random, *, greeting: str = "Hello, my name is") -> str:
+    """Someone introduces themselves, after the greeting."""
+    someone = person(rng)
+    name = someone.name if rng.random() < 0.4 else someone.first
+    age = rng.randrange(18, 80)
+    job = article(someone.job)
+    opening = rng.choice(
+        (
+            f"{name} and I am {job} from {someone.city}.",
+            f"{name}. I am {job} and I live in {someone.city}.",
+            f"{name}. I am {age} years old and I live in {someone.city}.",
+            f"{name} and I am {age} years old.",
+            f"{name}, and I work as {job} in {someone.city}.",
+        )
+    )
+    pet, pet_name = rng.choice(PETS), rng.choice(PET_NAMES)
+    hobby, other = rng.sample(HOBBIES, 2)
+    sentences = [
+        rng.choice(
+            (
+                f"In my free time I enjoy {hobby}.",
+                f"I like {hobby} and {other}.",
+                f"My favourite hobby is {hobby}.",
+            )
+        ),
+        rng.choice((f"I have a {pet} called {pet_name}.", f"My {pet} {pet_name} is always with me.")),
+        f"My favourite colour is {rng.choice(COLOURS)}.",
+        f"My favourite food is {rng.choice(FOODS)}.",
+        f"I have worked as {job} for {rng.randrange(2, 12)} years."
+        if age > 32
+        else "I am still learning something new every day.",
+        rng.choice(("My friends say that I am {0}.", "People tell me that I am {0}.")).format(
+            rng.choice(_TRAITS)
+        ),
+        "On Sundays I like to sleep a little longer.",
+        f"One day I would like to {rng.choice(_GOALS)}.",
+        f"I grew up in {rng.choice(_PLACES)}.",
+    ]
+    chosen = rng.sample(sentences, rng.randrange(2, 6))
+    closing = rng.choice(
+        ("", "", " It is nice to meet you.", " I am happy to be here.", " I look forward to meeting you.")
+    )
+    return f"{greeting} {opening} {' '.join(chosen)}{closing}"
+
+
+def _scene(rng: random.Random, name: str, pronoun: str) -> str:
+    """Two or three sentences in which something happens."""
+    helper, thing = rng.choice(_HELPERS), rng.choice(_THINGS)
+    their = {"he": "his", "she": "her"}[pronoun]
+    scenes = (
+        f"One morning, when {rng.choice(_WEATHER)}, {name} found {thing}. {capitalized(pronoun)} was {rng.choice(_FEELINGS)} and showed it to {helper}.",
+        f'On the way {name} met {helper}. "Where are you going?" asked the stranger. "I want to {rng.choice(_GOALS)}," said {name}.',
+        f"The path led through a dark forest. {name} was {rng.choice(_FEELINGS)}, but {pronoun} did not turn back.",
+        f"In the evening {rng.choice(_WEATHER)}. {name} sat by the fire and thought of home.",
+        f'"You must be {rng.choice(_TRAITS)}," said {helper}, and gave {name} {thing}.',
+        f"Suddenly there was a loud noise. {name} ran to the window, but outside there was only the wind.",
+        f"{name} walked for {rng.randrange(2, 10)} days. At last {pronoun} came to {rng.choice(_PLACES)}.",
+        f"That night {name} could not sleep. In {their} hand lay {thing}, and it began to shine.",
+        f"At the river {name} helped {helper} to cross the water. They became good friends and shared {rng.choice(FOODS)}.",
+        f'A voice said: "Only someone who is {rng.choice(_TRAITS)} may enter." {name} took a deep breath and opened the door.',
+    )
+    return rng.choice(scenes)
+
+
+def story(rng: random.Random, *, scenes: int | None = None) -> str:
+    """A story with a beginning, some scenes and a lesson; by default two to six scenes."""
+    name = first_name(rng)
+    pronoun = rng.choice(("he", "she"))
+    kind = (
+        rng.choice(("boy", "young man", "baker", "sailor", "king", "farmer"))
+        if pronoun == "he"
+        else rng.choice(("girl", "young woman", "baker", "sailor", "queen", "farmer"))
+    )
+    opening = rng.choice(
+        (
+            f"Once upon a time there was a {rng.choice(_TRAITS)} {kind} called {name} who lived in {rng.choice(_PLACES)}.",
+            f"Long ago, in {rng.choice(_PLACES)}, there lived a {kind} named {name}.",
+            f"{name} was a {rng.choice(_TRAITS)} {kind} who lived in {rng.choice(_PLACES)}.",
+            f"There once was a {kind} whose name was {name}.",
+        )
+    )
+    wish = rng.choice(
+        (
+            f"More than anything, {name} wanted to {rng.choice(_GOALS)}.",
+            f"Every day {pronoun} dreamed of one thing: to {rng.choice(_GOALS)}.",
+            f"{capitalized(pronoun)} had a {rng.choice(PETS)} called {rng.choice(PET_NAMES)}.",
+        )
+    )
+    parts = [f"{opening} {wish}"]
+    parts += [_scene(rng, name, pronoun) for _ in range(scenes or rng.randrange(2, 7))]
+    parts.append(
+        rng.choice(
+            (
+                f"In the end {name} came home and knew {rng.choice(_LESSONS)}.",
+                f"From that day on {name} never forgot {rng.choice(_LESSONS)}.",
+                f"And so {name} learned {rng.choice(_LESSONS)}. The end.",
+            )
+        )
+    )
+    return rng.choice((" ", "\n\n", "\n\n")).join(parts)
+
+
+_RHYMES = (
+    ("night", "light", "bright", "sight", "white"),
+    ("sea", "tree", "free", "me", "bee"),
+    ("day", "way", "play", "stay", "grey"),
+    ("sky", "fly", "high", "by", "sigh"),
+    ("rain", "lane", "again", "plain", "train"),
+    ("snow", "glow", "slow", "below", "grow"),
+    ("moon", "soon", "tune", "June", "afternoon"),
+    ("star", "far", "are", "jar", "guitar"),
+)
+_LINES = (
+    "The wind is singing of the {0}",
+    "A bird is waiting for the {0}",
+    "I hear the river, I think of {0}",
+    "The world is quiet, all is {0}",
+    "My heart remembers every {0}",
+    "The clouds are drifting to the {0}",
+    "A little lamp, a little {0}",
+    "And softly comes the word of {0}",
+    "We walk together toward the {0}",
+    "The garden dreams about the {0}",
+    "Old stories whisper of the {0}",
+    "The morning brings a gentle {0}",
+)
+
+
+def poem(rng: random.Random) -> str:
+    """Two to four verses of rhyming pairs of lines."""
+    verses = []
+    for _ in range(rng.randrange(2, 5)):
+        lines = []
+        templates = rng.sample(_LINES, 4)
+        for pair in range(2):
+            ends = rng.sample(rng.choice(_RHYMES), 2)
+            lines += [
+                templates[2 * pair].format(ends[0]) + ",",
+                templates[2 * pair + 1].format(ends[1]) + ".",
+            ]
+        verses.append("\n".join(lines))
+    return "\n\n".join(verses)
+
+
+_LISTS = {
+    "colours": COLOURS,
+    "foods": FOODS,
+    "hobbies": HOBBIES,
+    "animals": [*PETS, "lion", "elephant", "owl", "wolf", "bear", "fox", "whale", "eagle"],
+    "fruits": "apples,bananas,cherries,grapes,oranges,peaches,pears,plums,strawberries,lemons".split(","),
+    "vegetables": "carrots,potatoes,tomatoes,onions,beans,peas,cabbage,spinach,cucumbers,peppers".split(","),
+    "names": "Alice,Bob,Carol,David,Emma,Frank,Grace,Henry,Ivy,Jack,Kate,Liam".split(","),
+    "things in a kitchen": "a pot,a pan,a knife,a spoon,a fork,a plate,a cup,a stove,a sink,a table".split(
+        ","
+    ),
+    "instruments": "the piano,the violin,the guitar,the flute,the drums,the cello,the trumpet,the harp".split(
+        ","
+    ),
+}
+
+
+def list_request(rng: random.Random) -> tuple[str, str]:
+    """A request for a list and the list, numbered, dashed or in one line."""
+    topic = rng.choice(tuple(_LISTS))
+    count = rng.randrange(3, 8)
+    items = rng.sample(_LISTS[topic], count)
+    question = rng.choice(
+        ("List {0} {1}.", "Name {0} {1}.", "Give me a list of {0} {1}.", "Write down {0} {1}.")
+    )
+    style = rng.random()
+    if style < 0.4:
+        answer = "\n".join(f"{number}. {capitalized(item)}" for number, item in enumerate(items, 1))
+    elif style < 0.6:
+        answer = "\n".join(f"- {capitalized(item)}" for item in items)
+    else:
+        answer = capitalized(", ".join(items[:-1])) + f" and {items[-1]}."
+    return question.format(count, topic), answer
