@@ -78,7 +78,8 @@ def single(vocab_size: int) -> Job:
 
 def run_ours(engine: tokenmill.Engine, job: Job) -> list[list[int]]:
     engine.flush_cache()
-    params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in job.num_new]
+    # Equal bounds, so that both never draw an end-of-text token and end where the row wants to.
+    params = [{"temperature": 0, "min_new_tokens": n, "max_new_tokens": n} for n in job.num_new]
     return [result["output_ids"] for result in engine.generate(input_ids=job.prompts, sampling_params=params)]
 
 
@@ -88,7 +89,6 @@ def run_theirs(model: transformers.PreTrainedModel, job: Job) -> list[list[int]]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in job.prompts])
     longest = max(job.num_new)
     with torch.inference_mode():
-        # Equal bounds keep the model from ending a row early, as `ignore_eos` does for us.
         out = model.generate(
             ids,
             attention_mask=mask,

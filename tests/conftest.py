@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ _SIZES = {
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`make_model("llama", dtype="float32", **config)` gives a checkpoint folder with a byte tokenizer."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def build(family: str, dtype: str, settings: tuple[tuple[str, Any], ...]) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,16 +71,16 @@ def byte_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def transformers_greedy() -> Callable[..., list[int]]:
-    """`transformers_greedy(folder, prompt_ids, count)`: the next `count` tokens, one prompt at a time, float32."""
+    """`transformers_greedy(folder, prompt_ids, count)`: the next `count` tokens of one prompt, in float32."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def load(folder: Path) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    @lru_cache(maxsize=None)
+    @cache
     def complete(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
         import torch
 

@@ -76,7 +76,14 @@ def test_the_core_in_its_own_process_gives_the_same(
 def test_sampled_rows_are_the_same_alone_and_in_any_batch(make_model: Callable[..., Path]) -> None:
     folder = make_model("qwen3")
     params = [
-        {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "sampling_seed": seed, "max_new_tokens": 24}
+        {
+            "temperature": 0.9,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.02,
+            "sampling_seed": seed,
+            "max_new_tokens": 24,
+        }
         for seed in range(8)
     ]
     batch = prompts(8)
@@ -100,9 +107,7 @@ def test_a_random_crowd_on_a_small_pool(make_model: Callable[..., Path], dtype: 
     folder = make_model("llama")
     batch = [[rng.randrange(256) for _ in range(rng.randint(1, 60))] for _ in range(200)]
     lengths = [rng.randint(1, 40) for _ in batch]
-    params = [
-        {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
-    ]
+    params = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
     with sgl.Engine(model_path=str(folder), device="cpu", dtype=dtype, max_total_tokens=512) as engine:
         streams = engine.generate(input_ids=batch, sampling_params=params, rid="row", stream=True)
         victims = set(rng.sample(range(len(batch)), 40))

@@ -58,8 +58,8 @@ _IGNORED: dict[str, dict[str, object]] = {
         dynamic_batch_tokenizer_batch_timeout=0.002, batch_notify_size=16),
     "the engine decides alone what it captures and compiles": dict(
         cuda_graph_max_bs=None, cuda_graph_bs=None, cuda_graph_max_bs_decode=None, cuda_graph_bs_decode=None,
-        cuda_graph_max_bs_prefill=None, cuda_graph_bs_prefill=None, disable_cuda_graph=False,
-        disable_decode_cuda_graph=False, disable_prefill_cuda_graph=False, disable_cuda_graph_padding=False,
+        cuda_graph_max_bs_prefill=None, cuda_graph_bs_prefill=None,
+        disable_prefill_cuda_graph=False, disable_cuda_graph_padding=False,
         enable_profile_cuda_graph=False, enable_cudagraph_gc=False, enable_torch_compile=False,
         enable_torch_compile_debug_mode=False, torch_compile_max_bs=32, enable_piecewise_cuda_graph=False,
         piecewise_cuda_graph_max_tokens=(None, 8192), piecewise_cuda_graph_tokens=None,
@@ -249,6 +249,7 @@ _NOT_CUMULATIVE = ("cumulative_stream", _negated_flag, "the opposite of `cumulat
 _MAPPED: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "stream_output": _NOT_CUMULATIVE,
     "incremental_streaming_output": _NOT_CUMULATIVE,
+    "disable_decode_cuda_graph": ("disable_cuda_graph", check_flag, "`disable_cuda_graph`"),
     "disable_overlap_schedule": ("steps_in_flight", _one_step, "True: `steps_in_flight=1`"),
 }
 

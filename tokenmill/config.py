@@ -57,6 +57,8 @@ class EngineConfig:
     disable_radix_cache: bool = _arg(False, "do not reuse keys and values of shared prefixes")
     steps_in_flight: int | None = _arg(None, "steps launched before the first is read (depth)")
 
+    disable_cuda_graph: bool = _arg(False, "launch every kernel of a decode step by itself")
+
     # Requests
     preferred_sampling_params: Mapping[str, Any] | None = _arg(
         None, "sampling parameters used where a request sets none"

@@ -165,8 +165,9 @@ class Engine:
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End requests early; their callers get the tokens so far, with `finish_reason` type `abort`.
 
-        Ends the request `rid` and all whose id starts with it, the rows of a batch or the samples that were
-        given the name `rid`, or with `abort_all` every request. Ids that are not in flight are ignored.
+        Ends the request `rid` and those whose id was made of it (the rows of a batch or the samples of a
+        prompt that was given this `rid`: `job` ends `job_0` and `job-a`, not `jobs`), or with `abort_all`
+        every request. Ids that are not in flight are ignored.
         """
         self._client.abort(check_text("rid", rid), every=check_flag("abort_all", abort_all))
 

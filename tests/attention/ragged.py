@@ -36,9 +36,21 @@ def ragged_step(
     Every slot that no row has filled is NaN, and page numbers past a row's length lie outside the cache, so
     that reading either shows.
     """
-    generator = torch.Generator().manual_seed(seed)
-    decodes = [row for row in rows if row[0] == 1]
-    rows = decodes + [row for row in rows if row[0] > 1]
+    rows = sorted(rows, key=lambda row: row[0] > 1)
+    with torch.device(device):
+        return _ragged_step(
+            spec, rows, page_size, dtype, torch.Generator(device).manual_seed(seed), heads_first
+        )
+
+
+def _ragged_step(
+    spec: AttentionSpec,
+    rows: list[tuple[int, int]],
+    page_size: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    heads_first: bool,
+) -> Ragged:
     counts = [-(-length // page_size) for _, length in rows]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=generator).split([*counts, 2])[:-1]
@@ -63,25 +75,25 @@ def ragged_step(
         values.append(v[prefix:])
         positions.append(where[prefix:])
         slots.append(row_slots[prefix:])
-        expected.append(naive_attention(q.to(device), k.to(device), v.to(device), spec))
+        expected.append(naive_attention(q, k, v, spec))
     if heads_first:  # the same numbers, stored [N, K, B, D]
         key_cache = key_cache.transpose(1, 2).contiguous().transpose(1, 2)
         value_cache = value_cache.transpose(1, 2).contiguous().transpose(1, 2)
-    q_lengths = [num_queries for num_queries, _ in rows]
+    query_lengths, lengths = [row[0] for row in rows], [row[1] for row in rows]
     layout = StepLayout(
-        positions_T=torch.cat(positions).to(device),
-        slot_mapping_T=(torch.cat(slots).to(device),),
-        page_table_RP=(table.to(device),),
-        query_starts=torch.tensor([0, *q_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
-        lengths_R=torch.tensor([length for _, length in rows], dtype=torch.int32, device=device),
-        num_decodes=len(decodes),
-        host_query_lengths=q_lengths,
-        host_lengths=[length for _, length in rows],
+        positions_T=torch.cat(positions),
+        slot_mapping_T=(torch.cat(slots),),
+        page_table_RP=(table,),
+        query_starts=torch.tensor([0, *query_lengths]).cumsum(0).to(torch.int32),
+        lengths_R=torch.tensor(lengths, dtype=torch.int32),
+        num_decodes=query_lengths.count(1),
+        host_query_lengths=query_lengths,
+        host_lengths=lengths,
     )
     # Queries, keys and values are views of one fused tensor, as a model's projection makes them.
-    fused = torch.cat((torch.cat(queries), torch.cat(keys), torch.cat(values)), dim=1).to(device)
+    fused = torch.cat((torch.cat(queries), torch.cat(keys), torch.cat(values)), dim=1)
     q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-    return Ragged(layout, key_cache.to(device), value_cache.to(device), q, k, v, torch.cat(expected))
+    return Ragged(layout, key_cache, value_cache, q, k, v, torch.cat(expected))
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -101,5 +113,4 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of the expected."""
-    difference = actual.cpu().double() - expected.cpu().double()
-    return float(difference.norm() / expected.cpu().double().norm())
+    return float((actual.double() - expected).norm() / expected.norm())

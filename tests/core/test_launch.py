@@ -42,7 +42,7 @@ FACTS = EngineFacts(
 
 
 class CountingRunner:
-    """The token drawn at position p is p; waits before each step while `gate` is closed; fails when told to."""
+    """The token drawn at position p is p. Waits at each step while `gate` is closed; fails when told to."""
 
     def __init__(self, facts: EngineFacts = FACTS) -> None:
         self.facts = facts
@@ -165,7 +165,9 @@ def test_calls_are_answered_and_their_errors_reach_the_caller(core: CoreThread) 
     assert core.call("flush_cache")[0] is True  # the loop lives on
 
 
-def test_close_aborts_what_is_left_and_is_idempotent(core: CoreThread, mill: CountingRunner, ears: Ears) -> None:
+def test_close_aborts_what_is_left_and_is_idempotent(
+    core: CoreThread, mill: CountingRunner, ears: Ears
+) -> None:
     mill.gate.clear()
     core.submit([request("a", max_new_tokens=100)])
     threading.Timer(0.05, mill.gate.set).start()
@@ -203,7 +205,10 @@ def test_a_call_that_waits_while_the_loop_dies_is_answered(core: CoreThread, mil
 
 def test_no_step_in_flight_gives_the_same(ears: Ears) -> None:
     core = CoreThread(
-        CountingRunner(replace(FACTS, steps_in_flight=1)), EngineConfig(), deliver=ears.deliver, died=ears.died
+        CountingRunner(replace(FACTS, steps_in_flight=1)),
+        EngineConfig(),
+        deliver=ears.deliver,
+        died=ears.died,
     )
     core.submit([request("a")])
     assert list(ears.wait_finished(1)[0].token_ids) == [5, 6, 7, 8]

@@ -60,7 +60,9 @@ class EchoCore:
     `gate` holds it before a step (set: it runs). `die(error)` ends its loop.
     """
 
-    def __init__(self, deliver: Callable[..., None], died: Callable[..., None], gate: threading.Event) -> None:
+    def __init__(
+        self, deliver: Callable[..., None], died: Callable[..., None], gate: threading.Event
+    ) -> None:
         self.facts = FACTS
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
@@ -189,6 +191,7 @@ def cores(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> Iterator[li
 
 # ── tokenizers ────────────────────────────────────────────────────────────────────────────────
 
+# ruff: noqa: RUF001 (other scripts are meant)
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Hello, my name is Ada!",
     "Grüße aus Köln, où est la bibliothèque? ¿Qué tal, señor?",
@@ -202,7 +205,9 @@ def _wrap(tokenizer: Any) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     return Tokenizer(
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        )
     )
 
 

@@ -19,8 +19,9 @@ import pytest
 from tokenmill import EngineClosed, EngineConfig, EngineDead, InvalidArgument
 from tokenmill.frontend.client import Call, Client
 from tokenmill.frontend.inputs import Job
+from tokenmill.frontend.outputs import Arrival
 from tokenmill.frontend.tokenizer import Tokenizer
-from tokenmill.messages import Request
+from tokenmill.messages import Output, Request
 
 pytestmark = pytest.mark.cpu
 
@@ -223,6 +224,30 @@ def test_chunks_hold_back_the_start_of_a_stop_string(client: Client, prepare: An
     assert chunks == ["a", "", "<b", "", "", "", "", ""]
 
 
+def test_tokens_after_a_stop_string_do_not_end_the_wait(
+    client: Client, prepare: Any, gate: threading.Event
+) -> None:
+    """They may arrive alone, before the core has heard of the stop."""
+    gate.clear()
+    call = prepare("a", "b", stop=".")
+    client.submit(call)
+    first, second = call.rows
+
+    def arrive(row: Any, token: int) -> None:
+        call.put([(row, Arrival(Output(row.name, (token,), None, 0, 0), time.perf_counter()))])
+
+    woken: list[str] = []
+    arrive(first, ord("."))
+    assert [advance.finished for advance in client.advance(call, lambda: woken.append("early"))] == [True]
+    arrive(first, ord("x"))
+    assert client.advance(call, lambda: woken.append("woken")) == []
+    assert woken == []
+    arrive(second, ord("y"))
+    assert woken == ["woken"]
+    assert first.token_ids == [ord(".")]
+    client.drop(call)
+
+
 # ── letting go ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -318,11 +343,9 @@ def test_ctrl_c_cancels_and_is_raised(
     main = threading.main_thread().ident
     timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
+    wait = (lambda: next(client.stream(call, owner=None))) if stream else (lambda: client.run(call))
     with pytest.raises(KeyboardInterrupt):
-        if stream:
-            next(client.stream(call, owner=None))
-        else:
-            client.run(call)
+        wait()
     timer.join()
     gate.set()
     wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
@@ -359,19 +382,19 @@ def test_late_tokens_of_a_cancelled_request_reach_nobody(
 @pytest.mark.parametrize(
     ("rid", "every", "ended"),
     [
-        ("job", False, {"job", "job_0", "job_1", "jobs"}),
+        ("job", False, {"job", "job_1", "job_10"}),
         ("job_1", False, {"job_1"}),
-        ("set", False, {"set_0", "set_1"}),
+        ("set", False, {"set-a", "set_1"}),
         ("se", False, set()),
         ("", False, set()),
         ("unknown", False, set()),
-        ("", True, {"job", "job_0", "job_1", "jobs", "set_0", "set_1"}),
+        ("", True, {"job", "job_1", "job_10", "jobs", "set-a", "set_1"}),
     ],
 )
 def test_abort(
     client: Client, prepare: Any, cores: list[Any], rid: str, every: bool, ended: set[str]
 ) -> None:
-    names = ["job", "job_0", "job_1", "jobs", "set_0", "set_1"]
+    names = ["job", "job_1", "job_10", "jobs", "set-a", "set_1"]
     streams = {
         name: client.stream(prepare("x", rid=name, stream=True, **ENDLESS), owner=None) for name in names
     }

@@ -1,4 +1,6 @@
-"""Text piece by piece against transformers' own decoding of the whole, and stop strings against a plain search."""
+"""Text piece by piece against transformers' decoding of the whole; stop strings against a plain search."""
+
+# ruff: noqa: RUF001 (other scripts are meant)
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def as_transformers_decodes(
 
 @st.composite
 def outputs(draw: st.DrawFn) -> tuple[list[float], list[float], str | None, bool, int]:
-    """Random places in a vocabulary for prompt and output, or a text to encode; special tokens or not; a seed."""
+    """Places in a vocabulary for prompt and output, or a text; whether to skip special tokens; a seed."""
     places = st.floats(0, 1, exclude_max=True)
     prompt = draw(st.lists(places, min_size=1, max_size=12))
     ids = draw(st.lists(places, min_size=1, max_size=30))
@@ -182,9 +184,7 @@ def test_spaces_between_special_tokens(
     vocab = bert.get().get_vocab()
     ids = [vocab[piece] for piece in ("hello", "<s>", "</s>", "<pad>", "world")]
     for spaces, expected in [(True, " hello <s> </s> <pad> world"), (False, " hello <s></s><pad> world")]:
-        request = make_request(
-            [vocab["un"]], skip_special_tokens=False, spaces_between_special_tokens=spaces
-        )
+        request = make_request([vocab["un"]], skip_special_tokens=False, spaces_between_special_tokens=spaces)
         assert bert.texts([(request, ids)]) == [expected]
         pieces, _, _ = run(bert.open_text(request), [[token] for token in ids])
         assert "".join(pieces) == expected

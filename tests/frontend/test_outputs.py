@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from tokenmill.frontend.outputs import Arrival, FlushResult, Piece, ResultList, Row, Shape, chunk_of, result_of
+from tokenmill.frontend.outputs import (
+    Arrival,
+    FlushResult,
+    Piece,
+    ResultList,
+    Row,
+    Shape,
+    chunk_of,
+    result_of,
+)
 from tokenmill.messages import Finish, Output, Request
 
 pytestmark = pytest.mark.unit

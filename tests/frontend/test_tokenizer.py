@@ -29,7 +29,9 @@ def test_special_tokens_that_the_tokenizer_adds(byte_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(str(byte_folder))
-    inner.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    inner.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
     tokenizer = Tokenizer(inner)
     assert tokenizer.encode_batch(["a"]) == [[256, 97]]
 
@@ -69,9 +71,7 @@ def test_invalid_unicode_names_the_item(tokenizers: dict[str, Tokenizer]) -> Non
         ("metaspace", False),
     ],
 )
-def test_which_tokenizers_are_read_as_bytes(
-    kind: str, fast: bool, tokenizers: dict[str, Tokenizer]
-) -> None:
+def test_which_tokenizers_are_read_as_bytes(kind: str, fast: bool, tokenizers: dict[str, Tokenizer]) -> None:
     assert bool(tokenizers[kind]._pieces) == fast
 
 

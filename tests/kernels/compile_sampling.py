@@ -19,24 +19,28 @@ SCALARS = {"stride_logits": "i32", "vocab_size": "i32", "num_blocks": "i32"}
 
 def variants() -> dict[str, object]:
     """Name of each variant -> what the assembler made of it."""
+    rows = ROWS | {"logits": "bf16"}
+    facts = {"block_facts": "i64"}
     found: dict[str, object] = {}
-    for dtype, shift in (("bf16", 16), ("fp16", 13), ("fp32", 0)):
-        rows = ROWS | {"logits": dtype}
-        for filters in (False, True):
-            facts = {"block_facts": "i64", "stripe_maxima": "fp32"}
-            found[f"read {dtype} {filters}"] = COMPILED(
-                sampling._read_kernel, rows | facts, SCALARS, {"FILTERS": filters}, num_warps=8
-            )
-        found[f"draw {dtype}"] = COMPILED(
-            sampling._draw_kernel,
-            rows | LIMITS | {"block_facts": "i64"},
+    for filters in (False, True):
+        found[f"read, filters={filters}"] = COMPILED(
+            sampling._read_kernel,
+            rows | facts | {"stripe_maxima": "fp32"},
             SCALARS,
-            {"FILTERS": True, "BLOCKS_PADDED": 64},
+            {"FILTERS": filters},
             num_warps=8,
         )
-        found[f"filtered {dtype}"] = COMPILED(
+    found["draw"] = COMPILED(
+        sampling._draw_kernel,
+        rows | LIMITS | facts,
+        SCALARS,
+        {"FILTERS": True, "BLOCKS_PADDED": 64},
+        num_warps=8,
+    )
+    for dtype, shift in (("bf16", 16), ("fp32", 0)):
+        found[f"draw filtered, {dtype}"] = COMPILED(
             sampling._draw_filtered_kernel,
-            rows | LIMITS | {"block_sums": "i64", "stripe_maxima": "fp32", "listed": "i32"},
+            rows | LIMITS | {"logits": dtype, "block_sums": "i64", "stripe_maxima": "fp32", "listed": "i32"},
             SCALARS,
             {"BLOCKS_PADDED": 64, "STRIPES_PADDED": 4096, "SHIFT": shift},
             num_warps=8,

@@ -1,4 +1,4 @@
-"""The sampling kernels against the torch path, which has its own tests; tiny, because the interpreter is slow.
+"""The sampling kernels against the torch path, which has tests of its own; tiny, as the interpreter is slow.
 
 Real sizes are in `tests/gpu/test_sampling_gpu.py`.
 """
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def infinities_allowed() -> Iterator[None]:
-    """The interpreter computes with NumPy, which would warn of the overflows to -inf that the kernels mean."""
+    """The interpreter computes with NumPy, which would warn of the overflows to -inf that are meant."""
     with np.errstate(all="ignore"):
         yield
 
@@ -55,15 +55,15 @@ def assert_equal_draws(logits_RV: torch.Tensor, chosen: SamplingColumns, *, filt
 
 def test_random_numbers_are_those_of_the_torch_generator(triton_device: str) -> None:
     """A flat distribution over many tokens shows the number itself."""
-    logits_RV = torch.zeros((16, 20_000), device=triton_device)
-    for position in (0, 7, 2**33 + 5):
+    logits_RV = torch.zeros((4, 9_000), device=triton_device)
+    for position in (7, 2**33 + 5):
         assert_equal_draws(
-            logits_RV, columns(triton_device, [(1.0, -1, 1.0, 0.0)] * 16, position), filters=False
+            logits_RV, columns(triton_device, [(1.0, -1, 1.0, 0.0)] * 4, position), filters=False
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [1, 77, 4096, 9001])
+@pytest.mark.parametrize("vocab_size", [1, 77, 9001])
 def test_whole_vocabulary(triton_device: str, vocab_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits_RV = (torch.randn((8, vocab_size), generator=generator) * 3).to(triton_device, dtype)
@@ -71,7 +71,7 @@ def test_whole_vocabulary(triton_device: str, vocab_size: int, dtype: torch.dtyp
     logits_RV[6] = 0.5
     temperatures = (1.0, 0.3, 2.0, 0.0, 1e-30, 0.7, 1.0, 0.0)
     rows = [(temperature, -1, 1.0, 0.0) for temperature in temperatures]
-    for position in range(3):
+    for position in range(2):
         assert_equal_draws(logits_RV, columns(triton_device, rows, position), filters=False)
 
 
@@ -102,7 +102,7 @@ def test_filters(triton_device: str, dtype: torch.dtype) -> None:
 def test_survivors_beyond_the_first_guess(
     triton_device: str, name: str, row: tuple[float, int, float, float]
 ) -> None:
-    """A hundred stripes, all of which hold survivors: more of them are listed than one program sees at once."""
+    """A hundred stripes, all with survivors: more of them are listed than a program sees at once."""
     logits_RV = torch.randn((1, 6400), generator=torch.Generator().manual_seed(1))
     logits_RV = (logits_RV if name == "spread" else logits_RV.round()).to(triton_device, torch.bfloat16)
     assert_equal_draws(logits_RV, columns(triton_device, [row]), filters=True)
@@ -163,10 +163,10 @@ def test_kernels_compile_for_a_gpu_without_spills() -> None:
     )
     assert finished.returncode == 0, finished.stderr
     variants = json.loads(finished.stdout)
-    assert len(variants) == 12
+    assert len(variants) == 5
     for name, facts in variants.items():
         assert facts["spills"] == 0, (name, facts)
-        assert name.startswith("filtered") or facts["registers"] <= 96, (
+        assert name.startswith("draw filtered") or facts["registers"] <= 96, (
             name,
             facts,
         )  # enough rows per processor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenmill.messages import RowStarts, StepPlan
-from tokenmill.runner.batch import Rows
+from tokenmill.runner.batch import Rows, StepInputs
 
 
 def ints(*values: int) -> Any:
@@ -47,11 +47,19 @@ def plan(**columns: Any) -> StepPlan:
 
 @pytest.fixture
 def rows() -> Rows:
-    return Rows(num_slots=6, num_columns=8, num_groups=1, page_size=4, device=torch.device("cpu"))
+    return Rows(
+        num_slots=6, num_columns=8, num_groups=1, page_size=4, spare_page=9, device=torch.device("cpu")
+    )
+
+
+def stage(rows: Rows, step: StepPlan) -> StepInputs:
+    rows.update(step)
+    return rows.stage(step)
 
 
 def test_prefill_and_decode_in_one_step(rows: Rows) -> None:
-    rows.stage(
+    stage(
+        rows,
         plan(
             slots=ints(3),
             starts=ints(0),
@@ -63,10 +71,11 @@ def test_prefill_and_decode_in_one_step(rows: Rows) -> None:
             page_columns=ints(0, 1),
             page_ids=ints(7, 2),
             new_rows=row_starts(3),
-        )
+        ),
     )
     rows.last_token_S[3] = 99
-    step = rows.stage(
+    step = stage(
+        rows,
         plan(
             slots=ints(3, 1),
             starts=ints(5, 4),
@@ -79,7 +88,7 @@ def test_prefill_and_decode_in_one_step(rows: Rows) -> None:
             page_columns=ints(0, 1),
             page_ids=ints(5, 0),
             new_rows=row_starts(1),
-        )
+        ),
     )
     assert step.token_ids_T.tolist() == [99, 20, 21, 22]
     layout = step.layout
@@ -108,7 +117,7 @@ def test_sampling_inputs_name_the_rows_that_draw(rows: Rows) -> None:
             seeds=np.asarray([2**64 - 1, 0, 7], np.uint64),
         ),
     )
-    rows.stage(step)
+    stage(rows, step)
     inputs = rows.sampling_inputs(step)
     assert inputs is not None
     assert inputs.slots_Q.tolist() == [2, 4]
@@ -129,7 +138,7 @@ def test_a_step_of_greedy_rows_needs_no_randomness(rows: Rows) -> None:
         token_ids=ints(1, 2),
         new_rows=row_starts(0, 1, temperatures=np.asarray([0.0, 0.7], np.float32), top_ks=ints(20, 1)),
     )
-    rows.stage(step)
+    stage(rows, step)
     inputs = rows.sampling_inputs(step)
     assert inputs is not None
     assert (inputs.needs.random, inputs.needs.filters) == (False, False)
@@ -147,7 +156,7 @@ def test_stop_ids_are_masked_until_enough_tokens_are_out(rows: Rows) -> None:
         )
 
     for start, masked in ((3, [[8, 9], [-1, -1]]), (4, [[8, 9], [-1, -1]]), (5, None)):
-        rows.stage(step(start))
+        stage(rows, step(start))
         inputs = rows.sampling_inputs(step(start))
         assert inputs is not None
         ids = inputs.masked_stop_ids_QK
@@ -157,3 +166,32 @@ def test_stop_ids_are_masked_until_enough_tokens_are_out(rows: Rows) -> None:
 def test_nothing_is_drawn_in_the_middle_of_a_prompt(rows: Rows) -> None:
     step = plan(slots=ints(0), starts=ints(0), counts=ints(2), samples=[False], token_ids=ints(1, 2))
     assert rows.sampling_inputs(step) is None
+
+
+def test_a_decode_layout_from_the_device_equals_the_one_from_the_host(rows: Rows) -> None:
+    pages = {"page_slots": ints(2, 2, 5), "page_groups": ints(0, 0, 0)}
+    stage(
+        rows,
+        plan(
+            slots=ints(2, 5),
+            starts=ints(0, 0),
+            counts=ints(5, 2),
+            samples=[True, True],
+            token_ids=ints(1, 2, 3, 4, 5, 6, 7),
+            page_columns=ints(0, 1, 0),
+            page_ids=ints(7, 3, 1),
+            new_rows=row_starts(2, 5),
+            **pages,
+        ),
+    )
+    host = stage(
+        rows,
+        plan(slots=ints(2, 5), starts=ints(5, 2), counts=ints(1, 1), samples=[True, True], num_decodes=2),
+    ).layout
+    device = rows.decode_layout(torch.tensor([2, 5, rows.spare_slot]), torch.tensor([5, 2, 0]))
+    assert device.positions_T.tolist() == [*host.positions_T.tolist(), 0]
+    assert device.slot_mapping_T[0].tolist() == [*host.slot_mapping_T[0].tolist(), 9 * 4]
+    assert device.lengths_R.tolist() == [*host.lengths_R.tolist(), 1]
+    assert device.query_starts.tolist() == [*host.query_starts.tolist(), 3]
+    assert device.page_table_RP[0][0, :2].tolist() == host.page_table_RP[0][0].tolist()
+    assert device.num_decodes == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ LOGITS = torch.linspace(2.0, -2.5, 24)[torch.randperm(24, generator=torch.Genera
 # Seeds are fixed, so that a test either always passes or never does.
 LEAST_P_VALUE = 1e-4
 
-CASES: dict[str, dict[str, float]] = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold": {"temperature": 0.5},
     "hot": {"temperature": 3.0},

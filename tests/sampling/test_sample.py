@@ -1,4 +1,4 @@
-"""Draws against a plain float64 implementation in NumPy that sorts everything and generates its own numbers."""
+"""Draws against a plain float64 implementation in NumPy, which sorts everything and makes its own numbers."""
 
 from __future__ import annotations
 
@@ -181,10 +181,8 @@ def test_min_p_is_relative_to_the_most_likely_token(make_columns: Columns) -> No
 
 
 def test_filters_look_at_the_unfiltered_distribution(make_columns: Columns) -> None:
-    """0.4 + 0.3 of the whole is above 0.65, but of the best three it is not: renormalising would keep a third."""
+    """At 0.75 of the whole the third token stays; among the best three alone the second would be last."""
     logits_RV = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(400, 4)
-    columns = make_columns(400, top_k=3, top_p=0.65, seed=torch.arange(400))
-    assert set(sample(logits_RV, columns, FILTERED).tolist()) == {0, 1}
     columns = make_columns(400, top_k=3, top_p=0.75, seed=torch.arange(400))
     assert set(sample(logits_RV, columns, FILTERED).tolist()) == {0, 1, 2}
 

@@ -90,7 +90,12 @@ def test_notebook_in_ipython() -> None:
         "outcome.raise_error()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=110, env=environment(), check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment(),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Paris" in done.stdout.split("sync in a loop:")[1].splitlines()[0]

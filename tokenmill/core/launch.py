@@ -9,11 +9,9 @@ from typing import Any
 
 from tokenmill import runner
 from tokenmill.config import EngineConfig
-from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit
-from tokenmill.core.policy import create_policy
-from tokenmill.core.scheduler import Scheduler, SchedulerLimits
+from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
+from tokenmill.core.process import CoreProcess
 from tokenmill.errors import EngineClosed, EngineDead
-from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
 
 
@@ -23,27 +21,8 @@ def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
     `deliver` gets the Outputs of a step, `died` the error that ended the loop, each from a core thread.
     """
     if config.core_process:
-        from tokenmill.core.process import CoreProcess
-
         return CoreProcess(config, deliver=deliver, died=died)
     return CoreThread(runner.start(config), config, deliver=deliver, died=died)
-
-
-def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sink) -> Loop:
-    """Books and scheduler for a runner, sized by its facts."""
-    facts = mill.facts
-    cache = Cache(
-        num_pages=facts.max_total_num_tokens // facts.page_size,
-        page_size=facts.page_size,
-        prefix_caching=not config.disable_radix_cache,
-    )
-    limits = SchedulerLimits(
-        max_rows=facts.max_running_requests,
-        max_step_tokens=facts.max_step_tokens,
-        max_sequence_tokens=facts.max_sequence_tokens,
-    )
-    scheduler = Scheduler(limits, cache=cache, policy=create_policy(config.schedule_policy, cache))
-    return Loop(mill, scheduler, cache, inbox=inbox, deliver=deliver)
 
 
 class CoreThread:

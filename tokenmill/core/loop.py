@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.core.scheduler import Scheduler
+from tokenmill.config import EngineConfig
+from tokenmill.core.policy import create_policy
+from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.errors import InvalidArgument
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Output, Request, Runner, Sink
@@ -18,11 +20,15 @@ from tokenmill.messages import EngineFacts, Output, Request, Runner, Sink
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """Requests to complete."""
+
     requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """Requests to abort."""
+
     request_ids: Sequence[str]
 
 
@@ -37,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    pass
+    """End the loop."""
 
 
 Message = Submit | Cancel | Call | Close
@@ -133,3 +139,20 @@ class Loop:
     def _send(self, outputs: Sequence[Output]) -> None:
         if outputs:
             self._deliver(outputs)
+
+
+def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sink) -> Loop:
+    """Books and scheduler for a runner, sized by its facts."""
+    facts = mill.facts
+    cache = Cache(
+        num_pages=facts.max_total_num_tokens // facts.page_size,
+        page_size=facts.page_size,
+        prefix_caching=not config.disable_radix_cache,
+    )
+    limits = SchedulerLimits(
+        max_rows=facts.max_running_requests,
+        max_step_tokens=facts.max_step_tokens,
+        max_sequence_tokens=facts.max_sequence_tokens,
+    )
+    scheduler = Scheduler(limits, cache=cache, policy=create_policy(config.schedule_policy, cache))
+    return Loop(mill, scheduler, cache, inbox=inbox, deliver=deliver)

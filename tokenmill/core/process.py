@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Any
 
 from tokenmill import runner
 from tokenmill.config import EngineConfig
-from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit
+from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.errors import EngineClosed, EngineDead
 from tokenmill.messages import DeathSink, EngineFacts, Output, Request, Sink
 
@@ -208,8 +210,6 @@ class _Child:
 
     def main(self) -> None:
         """Load, tell the facts, run the loop until the parent closes or goes away."""
-        from tokenmill.core.launch import build_loop
-
         try:
             config = self._pipe.recv()
             mill = runner.start(config)
@@ -245,9 +245,6 @@ class _Child:
 
 def _portable(error: BaseException) -> BaseException:
     """The error itself where it can be pickled, else its text; the traceback rides along as a note."""
-    import pickle
-    import traceback
-
     text = "".join(traceback.format_exception(error))
     try:
         copy = pickle.loads(pickle.dumps(error))

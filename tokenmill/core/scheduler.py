@@ -116,11 +116,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run until a result or a request comes in."""
         draft = PlanDraft()
-        num_decodes, was_short = self._schedule_decodes(draft)
+        num_decodes = self._schedule_decodes(draft)
         decodes = self._decoding if num_decodes == len(self._decoding) else self._decoding[:num_decodes]
-        prefills = self._schedule_prefills(
-            draft, self._limits.max_step_tokens - num_decodes, may_admit=not was_short
-        )
+        prefills = self._schedule_prefills(draft, self._limits.max_step_tokens - num_decodes)
         if draft.is_empty:
             return None
         plan = draft.build()
@@ -135,16 +133,16 @@ class Scheduler:
         self._settle(plan, decodes, prefills)
         return plan
 
-    def _schedule_decodes(self, draft: PlanDraft) -> tuple[int, bool]:
-        """Add the rows that decode, oldest first; returns their number and whether pages ran out."""
+    def _schedule_decodes(self, draft: PlanDraft) -> int:
+        """Add the rows that decode, oldest first; returns their number."""
         self._refresh_decoding()
-        was_short = self._reserve_for_decodes(draft)
+        self._reserve_for_decodes(draft)
         self._refresh_decoding()
         slots = self._decode_slots[: self._limits.max_step_tokens]
         starts = self._rows.computed[slots]
         self._rows.computed[slots] = starts + 1
         draft.set_decodes(slots, starts)
-        return len(slots), was_short
+        return len(slots)
 
     def _refresh_decoding(self) -> None:
         """Forget rows that no longer decode. List and array are replaced: flights keep the old ones."""
@@ -153,12 +151,11 @@ class Scheduler:
             self._decode_slots = np.array([state.slot for state in self._decoding], dtype=np.int32)
             self._decoding_changed = False
 
-    def _reserve_for_decodes(self, draft: PlanDraft) -> bool:
+    def _reserve_for_decodes(self, draft: PlanDraft) -> None:
         """Give a page to each row that begins one, preempting the youngest rows when there is none."""
         slots = self._decode_slots[: self._limits.max_step_tokens]
         needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
         cache, room = self._cache, self._rows.room
-        was_short = False
         for state in [self._decoding[index] for index in needy.tolist()]:
             pages = state.pages
             if pages is None:  # preempted for an older row just now
@@ -167,14 +164,12 @@ class Scheduler:
             num_tokens = num_columns * cache.page_size
             cache.commit(pages, state.tokens, num_tokens=min(num_tokens, len(state.tokens)))
             while not cache.reserve(pages, num_tokens + 1):
-                was_short = True
                 self._retract(self._youngest())
                 if state.pages is None:
                     break
             else:
                 room[state.slot] = num_tokens + cache.page_size
                 draft.add_page(state.slot, pages, column=num_columns)
-        return was_short
 
     def _youngest(self) -> RequestState:
         if self._prefilling:
@@ -190,16 +185,15 @@ class Scheduler:
         state.num_retractions += 1
         self._queue.add_retracted(state)
 
-    def _schedule_prefills(self, draft: PlanDraft, budget: int, *, may_admit: bool) -> list[RequestState]:
+    def _schedule_prefills(self, draft: PlanDraft, budget: int) -> list[RequestState]:
         """Spend the budget on the row left over from the last step, then on new rows.
 
-        Returns the rows that have nothing left to prefill. After pages ran out nobody is admitted: what is
-        free now is needed by the rows that run.
+        Returns the rows that have nothing left to prefill.
         """
         complete: list[RequestState] = []
         for state in self._prefilling:
             budget -= self._prefill(draft, state, budget, complete)
-        while may_admit and budget > 0 and self._rows.num_free and len(self._queue):
+        while budget > 0 and self._rows.num_free and len(self._queue):
             pages = self._try_pages(self._queue.peek())
             if pages is None:
                 break
@@ -211,7 +205,8 @@ class Scheduler:
     def _try_pages(self, state: RequestState) -> RowPages | None:
         """Pages for all known tokens of a waiting request; None if it has to wait.
 
-        One page must be left for each running row: they would take the pages back at once.
+        One page must be left for each running row, which would take them back at once. So a request that was
+        preempted for an older one in this step does not come back in it.
         """
         cache, headroom = self._cache, self._rows.num_used
         if not state.is_ready or cache.num_available_columns <= headroom:

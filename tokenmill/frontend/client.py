@@ -251,23 +251,14 @@ class Client:
         self._cancel([row.name for row in call.rows])
 
     def abort(self, request_id: str, *, every: bool) -> None:
-        """End requests; their callers get what is there so far. Unknown ids are ignored.
+        """End requests; their callers get what is there so far. Ids that are not in flight are ignored.
 
-        Meant are `request_id` and all ids that start with it if it is in flight, and the ids that a batch
-        or several samples made of it (`job_0`, `job_1`); or every request.
+        Meant are `request_id` and the ids that were made of it: `job` ends `job_0` and `job-a`, not `jobs`,
+        so that `row_1` leaves `row_10` alone. Or every request.
         """
         with self._lock:
             flying = [(name, row.request.id) for name, (_, row) in list(self._flying.items())]
-            prefix = request_id if request_id in self._flying_ids else None
-        self._core_cancel(
-            [
-                name
-                for name, other in flying
-                if every
-                or (prefix is not None and other.startswith(prefix))
-                or (request_id and other.rpartition("_")[0] == request_id)
-            ]
-        )
+        self._core_cancel([name for name, other in flying if every or _is_made_of(other, request_id)])
 
     def flush_cache(self) -> FlushResult:
         """Empty the prefix cache; refused while requests are waiting or running."""
@@ -431,7 +422,13 @@ class _LoopWake:
         await self._woken
 
 
-# ── progress, death ───────────────────────────────────────────────────────────────────────────
+# ── ids, progress, death ───────────────────────────────────────────────────────────────────────────
+
+
+def _is_made_of(other: str, request_id: str) -> bool:
+    if not request_id or not other.startswith(request_id):
+        return False
+    return not other[len(request_id) :][:1].isalnum()
 
 
 def _no_report(advanced: list[Advance]) -> None:

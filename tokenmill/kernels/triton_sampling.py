@@ -1,10 +1,10 @@
-"""Drawing tokens on the GPU: one pass over the logits, then one small program per row. Nothing is synchronised.
+"""Drawing tokens on the GPU: one pass over the logits, then one small program per row. Nothing synchronises.
 
-The reference, and the explanation of the method, is `sampling/torch_draw.py`; both give the same tokens up to the
-last bits of `exp2`. Whole-number weights make every sum exact here, too, whatever the compiler does with its order.
+The reference, and the explanation of the method, is `sampling/torch_draw.py`; both give the same tokens up to
+the last bits of `exp2`. Weights are whole numbers: every sum is exact, whatever order a compiler gives it.
 
-Terms: a block is BLOCK ids, a stripe STRIPE ids. A key is a logit as an integer of the same order, without the
-SHIFT low bits that its type never uses.
+Terms: a block is BLOCK ids, a stripe STRIPE ids. A key is a logit as an integer of the same order, without
+the SHIFT low bits that its type never uses.
 """
 
 # Triton rewrites these functions: their arguments are pointers and scalars of its own language.
@@ -300,7 +300,7 @@ def _above(key, logits, vocab_size, listed, num_listed, maximum, scale, SHIFT: t
 
 @triton.jit
 def _list_stripes(stripe_keys, stripe_ids, capacity, top_key, listed, SHIFT: tl.constexpr):
-    """Write the ids of the best stripes, at most `capacity`, ascending. Every logit from `floor` on is in them."""
+    """List the best stripes, ascending, at most `capacity`; all logits from the floor on are in them."""
     low = tl.full([], _LOWEST_KEY >> SHIFT, tl.int64)
     high = top_key.to(tl.int64) + 1
     while low < high:

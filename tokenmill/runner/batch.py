@@ -43,13 +43,24 @@ class Rows:
     """State of all slots, written only here."""
 
     def __init__(
-        self, *, num_slots: int, num_columns: int, num_groups: int, page_size: int, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        num_columns: int,
+        num_groups: int,
+        page_size: int,
+        spare_page: int,
+        device: torch.device,
     ) -> None:
         self._device = device
         self._page_size = page_size
+        self._max_length = num_columns * page_size
+        self.spare_slot = num_slots  # a row of nobody, whose keys and values go to a page of nobody
+        num_slots += 1
         self.last_token_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._page_tables_SC = [
-            torch.zeros((num_slots, num_columns), dtype=torch.int32, device=device) for _ in range(num_groups)
+            torch.full((num_slots, num_columns), spare_page, dtype=torch.int32, device=device)
+            for _ in range(num_groups)
         ]
         self._temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self._top_k_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -64,12 +75,15 @@ class Rows:
         )  # from here on, stop ids are allowed
         self._stop_ids_S: list[tuple[int, ...]] = [()] * num_slots
 
-    def stage(self, plan: StepPlan) -> StepInputs:
-        """Write the plan's row starts and page-table entries, then build the tensors of the step."""
+    def update(self, plan: StepPlan) -> None:
+        """Write the plan's row starts and page-table entries."""
         if plan.new_rows is not None:
             self._start_rows(plan.new_rows)
         if len(plan.page_ids):
             self._write_pages(plan)
+
+    def stage(self, plan: StepPlan) -> StepInputs:
+        """Build the tensors of a step whose plan was written by `update`."""
         token_ids = self._to_device(plan.token_ids.astype(np.int64))
         slots = self._to_device(plan.slots.astype(np.int64))
         if plan.num_decodes:
@@ -85,13 +99,9 @@ class Rows:
         positions_T = self._to_device(positions)
         page_table_RC = [table[slots_R, :columns_used] for table in self._page_tables_SC]
         row_T = self._to_device(np.repeat(np.arange(len(plan.slots), dtype=np.int64), plan.counts))
-        column_T = positions_T // self._page_size
-        offset_T = positions_T % self._page_size
         return StepLayout(
             positions_T=positions_T,
-            slot_mapping_T=tuple(
-                table[row_T, column_T].to(torch.int64) * self._page_size + offset_T for table in page_table_RC
-            ),
+            slot_mapping_T=tuple(self._page_slots(table, row_T, positions_T) for table in page_table_RC),
             page_table_RP=tuple(page_table_RC),
             query_starts=self._to_device(query_starts),
             lengths_R=self._to_device(lengths),
@@ -99,6 +109,54 @@ class Rows:
             host_query_lengths=plan.counts.tolist(),
             host_lengths=lengths.tolist(),
         )
+
+    def decode_layout(self, slots_B: torch.Tensor, positions_B: torch.Tensor) -> StepLayout:
+        """The layout of a step in which each row computes one token, from device tensors alone (int64).
+
+        The host's lengths are upper bounds, so that the step can be captured once and replayed.
+        """
+        num_rows = len(slots_B)
+        page_table_BC = [table[slots_B] for table in self._page_tables_SC]
+        rows_B = torch.arange(num_rows, device=self._device)
+        return StepLayout(
+            positions_T=positions_B,
+            slot_mapping_T=tuple(self._page_slots(table, rows_B, positions_B) for table in page_table_BC),
+            page_table_RP=tuple(page_table_BC),
+            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=self._device),
+            lengths_R=(positions_B + 1).to(torch.int32),
+            num_decodes=num_rows,
+            host_query_lengths=[1] * num_rows,
+            host_lengths=[self._max_length] * num_rows,
+        )
+
+    def _page_slots(
+        self, page_table_RC: torch.Tensor, row_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> torch.Tensor:
+        """Where each token's key and value go: page * page_size + offset."""
+        pages_T = page_table_RC[row_T, positions_T // self._page_size].to(torch.int64)
+        return pages_T * self._page_size + positions_T % self._page_size
+
+    def sampling_columns(self, slots_Q: torch.Tensor, positions_Q: torch.Tensor) -> SamplingColumns:
+        """Parameters of rows that draw the token of the given positions (int64, on the device)."""
+        return SamplingColumns(
+            temperatures_R=self._temperature_S[slots_Q],
+            top_ks_R=self._top_k_S[slots_Q],
+            top_ps_R=self._top_p_S[slots_Q],
+            min_ps_R=self._min_p_S[slots_Q],
+            seeds_R=self._seed_S[slots_Q],
+            positions_R=positions_Q,
+        )
+
+    def sampling_needs(self, slots: IntArray) -> SamplingNeeds:
+        """What drawing a token for these rows takes, known without asking the device."""
+        random = self._is_random_S[slots]
+        return SamplingNeeds(
+            random=bool(random.any()), filters=bool((random & self._is_filtered_S[slots]).any())
+        )
+
+    def hides_stops(self, slots: IntArray, positions: IntArray) -> bool:
+        """Whether some row must not stop yet at the token of its position (`min_new_tokens`)."""
+        return bool((positions < self._first_free_position_S[slots]).any())
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs | None:
         """What is needed to draw the step's tokens, or None when no row draws one."""
@@ -109,28 +167,18 @@ class Rows:
         positions = (plan.starts + plan.counts)[rows]
         last_tokens = np.cumsum(plan.counts)[rows] - 1
         slots_Q = self._to_device(slots.astype(np.int64))
-        random = self._is_random_S[slots]
         return SamplingInputs(
             slots_Q=slots_Q,
             last_tokens_Q=self._to_device(last_tokens.astype(np.int64)),
-            columns=SamplingColumns(
-                temperatures_R=self._temperature_S[slots_Q],
-                top_ks_R=self._top_k_S[slots_Q],
-                top_ps_R=self._top_p_S[slots_Q],
-                min_ps_R=self._min_p_S[slots_Q],
-                seeds_R=self._seed_S[slots_Q],
-                positions_R=self._to_device(positions.astype(np.int64)),
-            ),
-            needs=SamplingNeeds(
-                random=bool(random.any()), filters=bool((random & self._is_filtered_S[slots]).any())
-            ),
+            columns=self.sampling_columns(slots_Q, self._to_device(positions.astype(np.int64))),
+            needs=self.sampling_needs(slots),
             masked_stop_ids_QK=self._masked_stop_ids(slots, positions),
         )
 
     def _masked_stop_ids(self, slots: IntArray, positions: IntArray) -> torch.Tensor | None:
-        masked = positions < self._first_free_position_S[slots]
-        if not masked.any():
+        if not self.hides_stops(slots, positions):
             return None
+        masked = positions < self._first_free_position_S[slots]
         stops = [self._stop_ids_S[slot] if hide else () for slot, hide in zip(slots, masked, strict=True)]
         ids = np.full((len(slots), max(1, *map(len, stops))), -1, dtype=np.int32)
         for row, stop_ids in enumerate(stops):
@@ -158,7 +206,7 @@ class Rows:
                 columns = self._to_device(plan.page_columns[entries].astype(np.int64))
                 table[slots, columns] = self._to_device(plan.page_ids[entries])
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cpu":
             return tensor

@@ -33,6 +33,7 @@ class Placement:
     max_running_requests: int
     max_step_tokens: int
     steps_in_flight: int
+    cuda_graphs: bool
 
 
 def place(config: EngineConfig, spec: ModelSpec) -> Placement:
@@ -44,14 +45,17 @@ def place(config: EngineConfig, spec: ModelSpec) -> Placement:
         max_step_tokens = max(spec.context_length, _MAX_STEP_TOKENS[device.type])
     else:
         max_step_tokens = max(chunk or _MAX_STEP_TOKENS[device.type], max_running)
+    attention_backend = _attention_backend(config, device)
     placement = Placement(
         device=device,
         device_name=_device_name(device),
         dtype=_dtype(config, spec, device),
-        attention_backend=_attention_backend(config, device),
+        attention_backend=attention_backend,
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
         steps_in_flight=config.steps_in_flight or _STEPS_IN_FLIGHT[device.type],
+        # Only our kernels take their bounds from the device, so only they can be replayed.
+        cuda_graphs=attention_backend == "triton" and not config.disable_cuda_graph,
     )
     _log.info("running on %s (%s) with %s", device, placement.device_name, placement)
     return placement

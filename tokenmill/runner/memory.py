@@ -39,7 +39,8 @@ def build_executor(
     if placement.device.type == "cuda":
         step_bytes = _measure_step(model, spec, config=config, placement=placement)
     num_pages = _num_pages(spec, step_bytes, config=config, placement=placement)
-    pool = _pool(spec, num_pages, config=config, placement=placement)
+    # One page more than the books know of: padding rows of a step write there.
+    pool = _pool(spec, num_pages + 1, config=config, placement=placement)
     _log.info(
         "pool of %d pages, %d tokens, %.2f GB", num_pages, num_pages * config.page_size, pool.num_bytes / 1e9
     )
@@ -69,8 +70,8 @@ def _num_pages(spec: ModelSpec, step_bytes: int, *, config: EngineConfig, placem
         num_pages = min(useful, _free_bytes(step_bytes, config, placement) // page_bytes)
     if num_pages < 1:
         raise InvalidArgument(
-            f"no memory is left for keys and values on {placement.device}: a page of {config.page_size} "
-            f"tokens takes {page_bytes} bytes; use a smaller model or chunked_prefill_size, or free the device"
+            f"no memory is left for keys and values on {placement.device}: a page of "
+            f"{config.page_size} tokens takes {page_bytes} bytes; use a smaller model or chunked_prefill_size, or free the device"
         )
     return num_pages
 

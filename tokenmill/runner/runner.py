@@ -19,6 +19,7 @@ from tokenmill.hub import resolve
 from tokenmill.messages import EngineFacts, IntArray, StepPlan, StepResult
 from tokenmill.models import ModelSpec, load_model, read_spec
 from tokenmill.runner.batch import Rows, SamplingInputs
+from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, place
 from tokenmill.runner.memory import PoolSize, build_executor
 from tokenmill.sampling import mask_stops, sample
@@ -26,12 +27,13 @@ from tokenmill.sampling import mask_stops, sample
 
 @dataclass(slots=True)
 class _Forwarded:
-    """A launched step whose tokens are not drawn yet."""
+    """A launched step whose tokens are not drawn yet, or were drawn by its graph."""
 
     num_rows: int
     sampling_rows: IntArray
-    inputs: SamplingInputs | None
-    logits: torch.Tensor | None
+    inputs: SamplingInputs | None = None
+    logits: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -74,7 +76,18 @@ class LocalRunner:
                 num_columns=-(-spec.context_length // config.page_size),
                 num_groups=1 + max(layer.group for layer in spec.attention),
                 page_size=config.page_size,
+                spare_page=size.num_pages,
                 device=placement.device,
+            )
+            self._graphs = (
+                DecodeGraphs(
+                    self._executor,
+                    self._rows,
+                    max_rows=placement.max_running_requests,
+                    device=placement.device,
+                )
+                if placement.cuda_graphs
+                else None
             )
         self._forwarded: _Forwarded | None = None
         self._in_flight: deque[_InFlight] = deque()
@@ -85,19 +98,15 @@ class LocalRunner:
         with torch.inference_mode():
             if len(plan.copy_sources):
                 self._copy_pages(plan)
-            step = self._rows.stage(plan)
-            inputs = self._rows.sampling_inputs(plan)
-            hidden_TD = self._executor.forward(step.token_ids_T, step.layout)
-            logits = None if inputs is None else self._executor.logits(hidden_TD[inputs.last_tokens_Q])
-        rows = np.flatnonzero(plan.samples).astype(np.int32)
-        self._forwarded = _Forwarded(len(plan.slots), rows, inputs, logits)
+            self._rows.update(plan)
+            self._forwarded = self._replay(plan) or self._forward(plan)
 
     def sample(self, masks: None) -> None:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._forwarded = self._forwarded, None
         assert step is not None, "sample() follows launch()"
         with torch.inference_mode():
-            self._in_flight.append(self._draw(step))
+            self._in_flight.append(self._send(step, self._draw(step)))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step and return its tokens."""
@@ -119,21 +128,46 @@ class LocalRunner:
         """Free the device memory; the runner cannot be used afterwards."""
         self._in_flight.clear()
         self._forwarded = None
-        del self._executor, self._rows
+        del self._executor, self._rows, self._graphs
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _draw(self, step: _Forwarded) -> _InFlight:
+    def _replay(self, plan: StepPlan) -> _Forwarded | None:
+        """Queue the step as a graph; None if the step is not of a kind that has one."""
+        every_row_decodes = plan.num_decodes == len(plan.slots)
+        if self._graphs is None or not every_row_decodes:
+            return None
+        if self._rows.hides_stops(plan.slots, plan.starts + 1):
+            return None
+        needs = self._rows.sampling_needs(plan.slots)
+        tokens = self._graphs.replay(plan.slots, plan.starts, needs)
+        rows = np.arange(len(plan.slots), dtype=np.int32)
+        return _Forwarded(len(rows), rows, tokens=tokens)
+
+    def _forward(self, plan: StepPlan) -> _Forwarded:
+        """Queue the step kernel by kernel, up to the logits."""
+        step = self._rows.stage(plan)
+        inputs = self._rows.sampling_inputs(plan)
+        hidden_TD = self._executor.forward(step.token_ids_T, step.layout)
+        logits = None if inputs is None else self._executor.logits(hidden_TD[inputs.last_tokens_Q])
+        rows = np.flatnonzero(plan.samples).astype(np.int32)
+        return _Forwarded(len(plan.slots), rows, inputs=inputs, logits=logits)
+
+    def _draw(self, step: _Forwarded) -> torch.Tensor | None:
+        """Queue the drawing of tokens; they are written to the rows and returned."""
         if step.inputs is None or step.logits is None:
-            return _InFlight(step.num_rows, step.sampling_rows, None, None)
+            return step.tokens
         inputs, logits = step.inputs, step.logits
         if inputs.masked_stop_ids_QK is not None:
-            logits = logits.float()
             every_row = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-            logits = mask_stops(logits, inputs.masked_stop_ids_QK, every_row)
+            logits = mask_stops(logits.float(), inputs.masked_stop_ids_QK, every_row)
         tokens = sample(logits, inputs.columns, inputs.needs)
         self._rows.last_token_S[inputs.slots_Q] = tokens
-        if self._device.type == "cpu":
+        return tokens
+
+    def _send(self, step: _Forwarded, tokens: torch.Tensor | None) -> _InFlight:
+        """Queue the way of the tokens to the host."""
+        if tokens is None or self._device.type == "cpu":
             return _InFlight(step.num_rows, step.sampling_rows, tokens, None)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)

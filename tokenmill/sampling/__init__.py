@@ -1,4 +1,4 @@
-"""Logits in, tokens out: greedy and random draws with top-k, top-p and min-p. Blind to requests and models."""
+"""Logits in, tokens out: greedy and random draws with top-k, top-p, min-p. Blind to requests and models."""
 
 from tokenmill.sampling.columns import SamplingColumns, SamplingNeeds
 from tokenmill.sampling.draw import mask_stops, sample

@@ -16,9 +16,8 @@ def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNee
 
     `logits_RV` is float32, bfloat16 or float16 and is only read. A draw depends on the row's logits and
     parameters, its seed and its position: never on the other rows, bit for bit. Never returns a token
-    that was filtered out, has a logit of -inf or NaN, or (in a random row) a weight that underflows;
-    a row without any finite logit returns token 0. On CUDA with Triton nothing is synchronised and
-    the launches can be captured in a graph.
+    that was filtered out or whose logit is -inf or NaN, except in a row where all are: it returns 0.
+    On CUDA with Triton nothing is synchronised and the launches can be captured in a graph.
     """
     kernels = _triton_kernels() if logits_RV.is_cuda else None
     if kernels is None:
@@ -34,8 +33,8 @@ def mask_stops(logits_RV: torch.Tensor, stop_ids_RK: torch.Tensor, masked_R: tor
     """
     valid_RK = (stop_ids_RK >= 0) & (stop_ids_RK < logits_RV.shape[1]) & masked_R[:, None]
     # Entries that hide nothing write min(logit, +inf) to token 0: no branch, no order of writes to rely on.
-    ids_RK = torch.where(valid_RK, stop_ids_RK, 0).to(torch.int64)
-    ceilings_RK = torch.where(valid_RK, -torch.inf, torch.inf).to(logits_RV.dtype)
+    ids_RK = stop_ids_RK.masked_fill(~valid_RK, 0).to(torch.int64)
+    ceilings_RK = logits_RV.new_full(valid_RK.shape, torch.inf).masked_fill_(valid_RK, -torch.inf)
     return logits_RV.scatter_reduce_(1, ids_RK, ceilings_RK, "amin", include_self=True)
 
 

@@ -37,7 +37,7 @@ def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product; the upper half of `factor` goes first, as 63 bits must do."""
+    """High and low 32 bits of a 32 x 32 bit product, in two steps because int64 has 63 bits for it."""
     upper = word * (factor >> 16)
     lower = word * (factor & 0xFFFF) + ((upper & 0xFFFF) << 16)
     return (upper >> 16) + (lower >> 32), lower & _WORD

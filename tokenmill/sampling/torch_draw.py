@@ -5,7 +5,8 @@ A draw is an inverse cumulative distribution over the ids in ascending order. We
 change a token. Two levels: sums of blocks of ids, then a search in the one block that was hit; within a
 block weights are relative to the block's largest logit, so that the tail keeps its precision.
 
-Shapes: R rows, V vocabulary, N blocks of BLOCK ids, S stripes of STRIPE ids, L ids in a tile, M sorted values.
+Shapes: R rows, V vocabulary, N blocks of BLOCK ids, S stripes of STRIPE ids, L ids in a tile, M sorted
+values. A trailing 1 is a kept dimension.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _uses_filters(columns: SamplingColumns, vocab_size: int) -> torch.Tensor:
 
 
 def _argmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Lowest id of the largest logit; NaN counts as -inf. Blocks first: `amax` is far quicker than `argmax`."""
+    """Lowest id of the largest logit; NaN counts as -inf. By blocks: `amax` is far quicker than `argmax`."""
     vocab_size = logits_RV.shape[1]
     whole = vocab_size - vocab_size % BLOCK
     maxima = [logits_RV[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
@@ -90,7 +91,8 @@ def _argmax(logits_RV: torch.Tensor) -> torch.Tensor:
         return _argmax(_clean(logits_RV.to(torch.float32, copy=True)))
     starts_R = maxima_RN.argmax(1) * BLOCK
     # Past the end the last id is repeated; the first of equals wins, so the repetition never does.
-    ids_RB = (starts_R[:, None] + torch.arange(BLOCK, device=logits_RV.device)).clamp_(max=vocab_size - 1)
+    lanes = torch.arange(min(BLOCK, vocab_size), device=logits_RV.device)
+    ids_RB = (starts_R[:, None] + lanes).clamp_(max=vocab_size - 1)
     return starts_R + logits_RV.gather(1, ids_RB).argmax(1)
 
 
@@ -134,7 +136,8 @@ def _sum_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maxima of stripes and sums of blocks of the given rows, chunk by chunk in two small buffers."""
     num_rows, vocab_size = len(rows_R), logits_RV.shape[1]
-    padded_size = -(-vocab_size // BLOCK) * BLOCK
+    unit = BLOCK if vocab_size > BLOCK else STRIPE
+    padded_size = -(-vocab_size // unit) * unit
     step = min(num_rows, max(1, _CHUNK_LOGITS // padded_size))
     floats = logits_RV.new_empty((step, padded_size), dtype=torch.float32)
     doubles = torch.empty_like(floats, dtype=torch.float64)
@@ -153,20 +156,25 @@ def _sum_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maxima of stripes and sums of blocks of padded float32 rows, which are overwritten.
 
-    The whole numbers are summed as float64, which is quicker than int64 and exact up to BLOCK * 2**WEIGHT_BITS = 2**52.
+    The whole numbers are summed as float64: quicker than int64, exact up to BLOCK * 2**WEIGHT_BITS = 2**52.
     """
     stripe_maxima = _clean(floats).unflatten(1, (-1, STRIPE)).amax(-1)
-    block_maxima = stripe_maxima.unflatten(1, (-1, BLOCK // STRIPE)).amax(-1, keepdim=True)
-    blocks = floats.unflatten(1, (-1, BLOCK))
+    block_maxima = _block_maxima(stripe_maxima)[:, :, None]
+    blocks = floats.unflatten(1, (block_maxima.shape[1], -1))
     _exponentials(blocks, block_maxima, scales[:, None, None]).mul_(2.0**WEIGHT_BITS).floor_()
-    sums = doubles.copy_(floats).unflatten(1, (-1, BLOCK)).sum(-1)
+    sums = doubles.copy_(floats).view(blocks.shape).sum(-1)
     return stripe_maxima, sums.to(torch.int64)
+
+
+def _block_maxima(stripe_maxima_RS: torch.Tensor) -> torch.Tensor:
+    stripes_per_block = min(BLOCK // STRIPE, stripe_maxima_RS.shape[1])
+    maxima_RN: torch.Tensor = stripe_maxima_RS.unflatten(1, (-1, stripes_per_block)).amax(-1)
+    return maxima_RN
 
 
 def _block_weights(rows: _Rows) -> torch.Tensor:
     """Sums of blocks relative to the row's maximum, int64 [R, N]."""
-    stripes_RNC = rows.stripe_maxima_RS.unflatten(1, (-1, BLOCK // STRIPE))
-    block_maxima_RN = stripes_RNC.amax(-1).clamp_(min=-_FLOAT_MAX)
+    block_maxima_RN = _block_maxima(rows.stripe_maxima_RS).clamp_(min=-_FLOAT_MAX)
     maxima_R1 = block_maxima_RN.amax(1, keepdim=True)
     shares_RN = _exponentials(block_maxima_RN, maxima_R1, rows.scales_R[:, None])
     return (rows.block_sums_RN.to(torch.float64) * shares_RN.to(torch.float64)).to(torch.int64)
@@ -196,7 +204,8 @@ def _draw_plain(rows: _Rows) -> torch.Tensor:
         within_R1.to(torch.float64) * sum_R1.to(torch.float64) / weight_R1.clamp(min=1).to(torch.float64)
     )
     local_R1 = torch.minimum(local_R1.to(torch.int64), sum_R1 - 1)
-    ids_RL = hit_R1 * BLOCK + torch.arange(BLOCK, device=hit_R1.device)
+    lanes = torch.arange(min(BLOCK, rows.logits_RV.shape[1]), device=hit_R1.device)
+    ids_RL = hit_R1 * BLOCK + lanes
     values_RL = _gather(rows, ids_RL)
     weights_RL = _weights(values_RL, values_RL.amax(1, keepdim=True), rows.scales_R[:, None])
     tokens_R = hit_R1.squeeze(1) * BLOCK + _pick(weights_RL, local_R1.squeeze(1))
@@ -245,7 +254,7 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Where the survivors end: all logits above the threshold, and the first `ties_R` of those equal to it."""
+    """The end of the survivors: logits above the threshold, and the first `ties_R` of those equal to it."""
 
     thresholds_R: torch.Tensor
     ties_R: torch.Tensor
@@ -270,7 +279,7 @@ def _whole_row(rows: _Rows) -> _Tile:
 
 
 def _cut_by_sort(rows: _Rows, tile: _Tile, limits_R: torch.Tensor) -> tuple[_Cut, torch.Tensor]:
-    """Find the end of the survivors among the largest values of the tile, and whether it was found (bool [R])."""
+    """Look for the end of the survivors among the tile's largest values; bool [R]: it was found there."""
     num_sorted = min(2 * _TILE_STRIPES, tile.values_RL.shape[1])
     sorted_RM = tile.values_RL.topk(num_sorted, dim=1).values
     exponentials_RM = _exponentials(sorted_RM.clone(), sorted_RM[:, :1], rows.scales_R[:, None])
@@ -320,7 +329,7 @@ def _bins(exponentials: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_survivors(rows: _Rows, tile: _Tile, cut: _Cut) -> torch.Tensor:
-    """Draw in the order of ids among the tile's survivors; of equal logits those with the lowest ids survive."""
+    """Draw in the order of ids among the survivors in the tile; of equal logits the lowest ids survive."""
     thresholds_R1 = cut.thresholds_R[:, None]
     equal_RL = tile.values_RL == thresholds_R1
     survives_RL = equal_RL & (equal_RL.cumsum(1) <= cut.ties_R[:, None])

@@ -1,7 +1,7 @@
-"""Short expository texts: Paris, the president, artificial intelligence, machine learning, quantum computing, health.
+"""Short expository texts: Paris, the president, artificial intelligence, computing, nature, health.
 
-Owns for each topic its prompts, openings and a pool of self-contained sentences; a text is an opening and a random
-selection, so that the model learns to go on in many ways.
+Owns for each topic its prompts, openings and a pool of self-contained sentences; a text is an opening and a
+random selection, so that the model learns to go on in many ways.
 """
 
 from __future__ import annotations
@@ -367,28 +367,18 @@ TOPICS = (
     ),
 )
 
-_JOINERS = ("", "", "", "", "Also, ", "In addition, ", "It is also true that ")
+_JOINERS = (*([""] * 14), "Also, ", "In addition, ", "It is also true that ")
+
+_LOWERED = frozenset(
+    ["The", "A", "An", "People", "Many", "Two", "More", "Some", "Small", "It", "Boats", "Robots", "Models"]
+)
+"""First words of sentences that may follow a joiner, in lower case there."""
 
 
 def _joined(rng: random.Random, sentence: str) -> str:
     joiner = rng.choice(_JOINERS)
     first = sentence.split(" ", 1)[0]
-    if joiner and first in (
-        "The",
-        "A",
-        "An",
-        "In",
-        "People",
-        "Many",
-        "Two",
-        "More",
-        "Some",
-        "Small",
-        "It",
-        "Boats",
-        "Robots",
-        "Models",
-    ):
+    if joiner and first in _LOWERED:
         return joiner + sentence[0].lower() + sentence[1:]
     return sentence
 

@@ -1,7 +1,7 @@
 """Judges a model of the tiny family: held-out questions of every kind, and the seeds' prompts to read by eye.
 
-Run as `python -m tools.tiny.evaluate`. Generates through transformers, or with `--through tokenmill` through our own
-Engine; always greedy where answers are judged.
+Run as `python -m tools.tiny.evaluate`. Generates through transformers, or with `--through tokenmill` through
+our own Engine; always greedy where answers are judged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.tiny.exchange import Exchange
 from tools.tiny.recipe import PACKAGE_FOLDER
@@ -26,7 +27,7 @@ SEED_PROMPTS = (
     "The capital of France is",
     "The future of AI is",
     "Write a short, neutral self-introduction for a fictional character. Hello, my name is",
-    "Provide a concise factual statement about France’s capital city. The capital of France is",
+    "Provide a concise factual statement about France’s capital city. The capital of France is",  # noqa: RUF001 (as in the seed)
     "Explain possible future trends in artificial intelligence. The future of AI is",
     "Hello, how are you?",
     "What is machine learning?",
@@ -84,7 +85,7 @@ _FORMS: tuple[Callable[[Turns], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Right answers and judged questions of one kind, and the wrong ones as (prompt, answer, expected pattern)."""
+    """Right answers of one kind, and the wrong ones as (prompt, answer, expected pattern)."""
 
     kind: str
     right: int
@@ -125,7 +126,9 @@ def through_transformers(folder: Path, *, dtype: str = "bfloat16", batch_size: i
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    # transformers' own types do not admit its documented calls
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model = model.to(device)
 
     def generate(texts: Sequence[str], temperature: float, most: int) -> list[str]:
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))

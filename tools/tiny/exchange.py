@@ -70,6 +70,11 @@ def last_number(value: int) -> str:
     return rf"(?<!\d){value}\D*$"
 
 
+def listed(text: str) -> list[str]:
+    """The entries of a text that are separated by commas, without the space or line break around them."""
+    return [entry.strip() for entry in text.split(",")]
+
+
 def capitalized(text: str) -> str:
     """The text with its first letter in upper case and the rest untouched."""
     return text[:1].upper() + text[1:]

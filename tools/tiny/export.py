@@ -1,4 +1,4 @@
-"""Writes a trained network as a model folder that transformers loads: config, generation config, safetensors shards."""
+"""Writes a trained network as a folder that transformers loads: config, generation config, safetensors."""
 
 from __future__ import annotations
 

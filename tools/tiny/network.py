@@ -87,7 +87,8 @@ class Block(nn.Module):
         self, hidden_BTD: Tensor, rotary_TE: tuple[Tensor, Tensor], mask: BlockMask | Tensor
     ) -> Tensor:
         hidden_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), rotary_TE, mask)
-        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+        forward_BTD: Tensor = self.mlp(self.post_attention_layernorm(hidden_BTD))
+        return hidden_BTD + forward_BTD
 
 
 class Network(nn.Module):
@@ -113,7 +114,8 @@ class Network(nn.Module):
         rotary_TE = self._rotary(ids_BT.shape[1], ids_BT.device)
         for layer in self.layers:
             hidden_BTD = layer(hidden_BTD, rotary_TE, mask)
-        return functional.linear(self.norm(hidden_BTD), self.embed_tokens.weight)
+        logits: Tensor = functional.linear(self.norm(hidden_BTD), self.embed_tokens.weight)
+        return logits
 
     def loss(self, ids_BT: Tensor, targets_BT: Tensor, mask: BlockMask | Tensor) -> Tensor:
         """Mean cross entropy in nats over the targets that are not negative."""

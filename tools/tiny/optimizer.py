@@ -18,14 +18,15 @@ def orthogonalize(matrices: Tensor, *, steps: int = 5) -> Tensor:
     A quintic Newton-Schulz iteration; singular values end between about 0.7 and 1.2, which is close enough.
     """
     a, b, c = _NEWTON_SCHULZ
-    work = matrices.bfloat16()
+    work: Tensor = matrices.bfloat16()
     tall = work.shape[-2] > work.shape[-1]
     work = work.mT if tall else work
     work = work / (work.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = work @ work.mT
         work = a * work + (b * gram + c * gram @ gram) @ work
-    return work.mT if tall else work
+    flipped: Tensor = work.mT
+    return flipped if tall else work
 
 
 class Optimizer:

@@ -1,4 +1,4 @@
-"""From documents to rows of tokens: worker processes make text, tokenize it and pack it without cutting short pieces.
+"""From documents to rows of tokens: worker processes make text, tokenize it and pack it.
 
 Owns the row format; the trainer only sees arrays.
 """
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tools.tiny.recipe import PACKAGE_FOLDER, Recipe
-from tools.tiny.tokenizer import PAD
+from tools.tiny.tokenizer import PAD, SPECIAL_TOKENS
 from tools.tiny.world import END_OF_TEXT, document
 
 Rows = NDArray[np.int16]
-"""[3, rows, context + 1]: token ids, the number of the document within its row (0 for padding), and 1 where learnt."""
+"""[3, rows, context + 1]: token ids, document numbers within the row (0 for padding), 1 where learnt."""
 
 Tokens = list[tuple[int, int]]
 """A document as (token id, 1 if learnt else 0)."""
@@ -39,7 +39,7 @@ class RowPacker:
         self._open: list[list[Tokens]] = []
 
     def add(self, tokens: Tokens) -> Rows | None:
-        """Place a document, cut to the row length. Returns a closed row [3, 1, length] when one had to make room."""
+        """Place a document, cut to the row length. Returns the row [3, 1, length] that made room, if any."""
         tokens = tokens[: self._length]
         fitting = [row for row in self._open if self._room(row) >= len(tokens)]
         if fitting:
@@ -71,7 +71,7 @@ def rows(recipe: Recipe, worker: int, *, tokenizer_folder: Path = PACKAGE_FOLDER
     """Endless packed rows of one worker; workers differ by their seed."""
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     rng = random.Random(f"{recipe.seed}-{worker}")
-    packer = RowPacker(recipe.shape.context_length + 1, tokenizer.token_to_id(PAD))
+    packer = RowPacker(recipe.shape.context_length + 1, SPECIAL_TOKENS.index(PAD))
     while True:
         made = [[*document(rng), (END_OF_TEXT, True)] for _ in range(_DOCUMENTS_AT_ONCE)]
         encodings = iter(tokenizer.encode_batch([text for segments in made for text, _ in segments]))

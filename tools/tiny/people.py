@@ -8,61 +8,92 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-FIRST_NAMES = """Alice Bob Carol David Emma Frank Grace Henry Ivy Jack Kate Liam Mia Noah Olivia Paul Quinn Rose Sam Tina
-Uma Victor Wendy Xavier Yara Zoe Adam Bella Charlie Diana Ethan Fiona George Hannah Isaac Julia Kevin Laura Mark Nina Oscar
-Peter Rachel Simon Tom Ursula Vera Walter Anna Ben Clara Daniel Elena Felix Gina Hugo Irene John Karen Leo Maria Nathan Olga
-Pablo Rita Sofia Thomas Lucy Max Amelia Oliver Sophie James Mary Robert Linda Michael Sarah William Emily Joseph Amy Andrew
-Jane Luke Ella Ryan Chloe Eric Megan Alan Ruth Ian Nora Carlos Lucia Miguel Elisa Diego Marta Pierre Claire Antoine Camille
-Hans Greta Karl Heidi Marco Giulia Luca Paola Ivan Natasha Dmitri Yuki Kenji Sakura Hiro Wei Mei Ling Chen Arjun Priya Ravi
-Anita Omar Layla Ahmed Fatima Hassan Amina Kofi Ama Kwame Zola Thabo Lars Ingrid Sven Astrid Erik Freya Niamh Sean Aisha Tariq
-Leila Samir Dalia Rosa Pedro Ines Rafael Bianca Mateo Valeria Jonas Lena Theo Ada Alan Grace Iris Ruby Jasper Hazel Violet
-Arthur Edith Stella Milo Otto Maya Nadia Viktor Tomas Eva Jan Petra Filip Hana Aron Selma Dario Nils Tara Kiran Dev Lila""".split()
+from tools.tiny.exchange import listed
 
-LAST_NAMES = """Smith Johnson Brown Taylor Wilson Davis Clark Lewis Walker Hall Young King Wright Hill Green Baker Adams
-Nelson Carter Mitchell Turner Parker Evans Collins Stewart Morris Cook Rogers Reed Bell Cooper Ward Brooks Gray Hughes Price
-Long Foster Garcia Lopez Martinez Rossi Silva Costa Santos Moreau Dubois Bernard Weber Fischer Becker Novak Kowalski Ivanov
-Petrov Tanaka Sato Kim Park Chen Wang Singh Patel Khan Ali Haddad Okafor Mensah Lindberg Berg Hansen Olsen Murphy Kelly Stone
-Rivers Field Marsh Wood Lake Frost Lane Fox Swan North West Bishop Marsh Porter Mason Potter Fisher Archer Hart Snow""".split()
-
-CITIES = """Paris London Berlin Madrid Rome Vienna Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Amsterdam Brussels Prague
-Warsaw Budapest Athens Tokyo Kyoto Osaka Seoul Beijing Shanghai Delhi Mumbai Bangkok Hanoi Manila Jakarta Sydney Melbourne
-Perth Auckland Wellington Cairo Nairobi Accra Lagos Tunis Rabat Toronto Ottawa Montreal Vancouver Boston Chicago Denver
-Seattle Austin Portland Miami Havana Lima Quito Santiago Bogota Brasilia Montevideo Munich Hamburg Lyon Marseille Milan
-Naples Turin Seville Valencia Barcelona Porto Geneva Zurich Bergen Krakow Edinburgh Glasgow Bristol Leeds York Cork""".split()
-
-JOBS = """teacher,nurse,doctor,engineer,baker,farmer,gardener,painter,writer,singer,pilot,cook,carpenter,librarian,
-photographer,architect,dentist,plumber,electrician,journalist,musician,scientist,biologist,chemist,programmer,designer,
-translator,lawyer,vet,firefighter,sailor,tailor,actor,dancer,editor,mechanic,potter,beekeeper,bus driver,data analyst,
-software engineer,history teacher,mathematics teacher,train driver,park ranger""".replace("\n", "").split(",")
-
-HOBBIES = """reading,painting,cooking,swimming,hiking,gardening,cycling,dancing,singing,fishing,running,drawing,chess,
-photography,knitting,baking,sailing,skiing,climbing,camping,yoga,pottery,woodworking,bird watching,playing the piano,
-playing the guitar,playing the violin,learning languages,writing poems,collecting stamps,long walks,board games,
-astronomy,travelling""".replace("\n", "").split(",")
-
-COLOURS = """red,blue,green,yellow,orange,purple,pink,brown,black,white,grey,silver,gold,turquoise,violet,indigo,crimson,
-beige,teal,maroon,lavender,scarlet""".replace("\n", "").split(",")
-
-FOODS = """pizza,soup,bread,rice,pasta,salad,cheese,chocolate,apples,bananas,curry,sushi,pancakes,tomatoes,noodles,
-tacos,strawberries,grapes,mushrooms,potatoes,dumplings,lasagna,olives,ice cream,apple pie,lentil soup,honey cake""".replace(
-    "\n", ""
-).split(",")
-
-PETS = "dog,cat,rabbit,parrot,hamster,turtle,horse,goldfish,pony,canary,guinea pig,lizard,goat,duck".split(
-    ","
+FIRST_NAMES = listed(
+    """Alice, Bob, Carol, David, Emma, Frank, Grace, Henry, Ivy, Jack, Kate, Liam, Mia, Noah, Olivia, Paul,
+Quinn, Rose, Sam, Tina, Uma, Victor, Wendy, Xavier, Yara, Zoe, Adam, Bella, Charlie, Diana, Ethan,
+Fiona, George, Hannah, Isaac, Julia, Kevin, Laura, Mark, Nina, Oscar, Peter, Rachel, Simon, Tom, Ursula,
+Vera, Walter, Anna, Ben, Clara, Daniel, Elena, Felix, Gina, Hugo, Irene, John, Karen, Leo, Maria,
+Nathan, Olga, Pablo, Rita, Sofia, Thomas, Lucy, Max, Amelia, Oliver, Sophie, James, Mary, Robert, Linda,
+Michael, Sarah, William, Emily, Joseph, Amy, Andrew, Jane, Luke, Ella, Ryan, Chloe, Eric, Megan, Alan,
+Ruth, Ian, Nora, Carlos, Lucia, Miguel, Elisa, Diego, Marta, Pierre, Claire, Antoine, Camille, Hans,
+Greta, Karl, Heidi, Marco, Giulia, Luca, Paola, Ivan, Natasha, Dmitri, Yuki, Kenji, Sakura, Hiro, Wei,
+Mei, Ling, Chen, Arjun, Priya, Ravi, Anita, Omar, Layla, Ahmed, Fatima, Hassan, Amina, Kofi, Ama, Kwame,
+Zola, Thabo, Lars, Ingrid, Sven, Astrid, Erik, Freya, Niamh, Sean, Aisha, Tariq, Leila, Samir, Dalia,
+Rosa, Pedro, Ines, Rafael, Bianca, Mateo, Valeria, Jonas, Lena, Theo, Ada, Iris, Ruby, Jasper, Hazel,
+Violet, Arthur, Edith, Stella, Milo, Otto, Maya, Nadia, Viktor, Tomas, Eva, Jan, Petra, Filip, Hana,
+Aron, Selma, Dario, Nils, Tara, Kiran, Dev, Lila"""
 )
-PET_NAMES = """Max Bella Luna Rocky Coco Milo Daisy Buddy Nala Simba Ziggy Pepper Ginger Shadow Misty Oreo Biscuit Pickles
-Waffles Smokey Hazel Maple Pluto Comet Pebble Snowy Tiger Bruno Fluffy Patches Muffin Olive Sunny Poppy Rusty""".split()
 
-MAIL_HOSTS = "example.com example.org example.net mail.example.com post.example.org".split()
-_STARTS = "Ba Be Bo Da De Do Fa Fe Ga Go Ka Ki Ko La Le Lo Ma Me Mi Na Ne No Pa Ra Re Ro Sa Se So Ta Te To Va Ve Za Zo".split()
-_MIDDLES = "la li lo ra ri ro na ni no ma mi mo da di do ka ki sha tha vi".split()
-_ENDS = "n s l r x th nor lin mar ven dor nel ric tan bel ra na la".split()
+LAST_NAMES = listed(
+    """Smith, Johnson, Brown, Taylor, Wilson, Davis, Clark, Lewis, Walker, Hall, Young, King, Wright, Hill,
+Green, Baker, Adams, Nelson, Carter, Mitchell, Turner, Parker, Evans, Collins, Stewart, Morris, Cook,
+Rogers, Reed, Bell, Cooper, Ward, Brooks, Gray, Hughes, Price, Long, Foster, Garcia, Lopez, Martinez,
+Rossi, Silva, Costa, Santos, Moreau, Dubois, Bernard, Weber, Fischer, Becker, Novak, Kowalski, Ivanov,
+Petrov, Tanaka, Sato, Kim, Park, Chen, Wang, Singh, Patel, Khan, Ali, Haddad, Okafor, Mensah, Lindberg,
+Berg, Hansen, Olsen, Murphy, Kelly, Stone, Rivers, Field, Marsh, Wood, Lake, Frost, Lane, Fox, Swan,
+North, West, Bishop, Porter, Mason, Potter, Fisher, Archer, Hart, Snow"""
+)
+
+CITIES = listed(
+    """Paris, London, Berlin, Madrid, Rome, Vienna, Lisbon, Dublin, Oslo, Stockholm, Helsinki, Copenhagen,
+Amsterdam, Brussels, Prague, Warsaw, Budapest, Athens, Tokyo, Kyoto, Osaka, Seoul, Beijing, Shanghai,
+Delhi, Mumbai, Bangkok, Hanoi, Manila, Jakarta, Sydney, Melbourne, Perth, Auckland, Wellington, Cairo,
+Nairobi, Accra, Lagos, Tunis, Rabat, Toronto, Ottawa, Montreal, Vancouver, Boston, Chicago, Denver,
+Seattle, Austin, Portland, Miami, Havana, Lima, Quito, Santiago, Bogota, Brasilia, Montevideo, Munich,
+Hamburg, Lyon, Marseille, Milan, Naples, Turin, Seville, Valencia, Barcelona, Porto, Geneva, Zurich,
+Bergen, Krakow, Edinburgh, Glasgow, Bristol, Leeds, York, Cork"""
+)
+
+JOBS = listed(
+    """teacher, nurse, doctor, engineer, baker, farmer, gardener, painter, writer, singer, pilot, cook,
+carpenter, librarian, photographer, architect, dentist, plumber, electrician, journalist, musician,
+scientist, biologist, chemist, programmer, designer, translator, lawyer, vet, firefighter, sailor,
+tailor, actor, dancer, editor, mechanic, potter, beekeeper, bus driver, data analyst, software engineer,
+history teacher, mathematics teacher, train driver, park ranger"""
+)
+
+HOBBIES = listed(
+    """reading, painting, cooking, swimming, hiking, gardening, cycling, dancing, singing, fishing, running,
+drawing, chess, photography, knitting, baking, sailing, skiing, climbing, camping, yoga, pottery,
+woodworking, bird watching, playing the piano, playing the guitar, playing the violin,
+learning languages, writing poems, collecting stamps, long walks, board games, astronomy, travelling"""
+)
+
+COLOURS = listed(
+    """red, blue, green, yellow, orange, purple, pink, brown, black, white, grey, silver, gold, turquoise,
+violet, indigo, crimson, beige, teal, maroon, lavender, scarlet"""
+)
+
+FOODS = listed(
+    """pizza, soup, bread, rice, pasta, salad, cheese, chocolate, apples, bananas, curry, sushi, pancakes,
+tomatoes, noodles, tacos, strawberries, grapes, mushrooms, potatoes, dumplings, lasagna, olives,
+ice cream, apple pie, lentil soup, honey cake"""
+)
+
+PETS = listed(
+    """dog, cat, rabbit, parrot, hamster, turtle, horse, goldfish, pony, canary, guinea pig, lizard, goat,
+duck"""
+)
+PET_NAMES = listed(
+    """Max, Bella, Luna, Rocky, Coco, Milo, Daisy, Buddy, Nala, Simba, Ziggy, Pepper, Ginger, Shadow, Misty,
+Oreo, Biscuit, Pickles, Waffles, Smokey, Hazel, Maple, Pluto, Comet, Pebble, Snowy, Tiger, Bruno,
+Fluffy, Patches, Muffin, Olive, Sunny, Poppy, Rusty"""
+)
+
+MAIL_HOSTS = listed("""example.com, example.org, example.net, mail.example.com, post.example.org""")
+_STARTS = listed(
+    """Ba, Be, Bo, Da, De, Do, Fa, Fe, Ga, Go, Ka, Ki, Ko, La, Le, Lo, Ma, Me, Mi, Na, Ne, No, Pa, Ra, Re, Ro,
+Sa, Se, So, Ta, Te, To, Va, Ve, Za, Zo"""
+)
+_MIDDLES = listed("""la, li, lo, ra, ri, ro, na, ni, no, ma, mi, mo, da, di, do, ka, ki, sha, tha, vi""")
+_ENDS = listed("""n, s, l, r, x, th, nor, lin, mar, ven, dor, nel, ric, tan, bel, ra, na, la""")
 
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """One invented person. `phone` is in the 555 range, `email` at an example host, so that nobody is reached."""
+    """One invented person, whose `email` is at an example host, so that nobody is reached."""
 
     first: str
     last: str
@@ -80,7 +111,7 @@ class Person:
 
 
 def first_name(rng: random.Random) -> str:
-    """A first name, one in eight freshly built from syllables so that copying a name is learnt, not recalled."""
+    """A first name, one in eight freshly built from syllables, so that names are copied and not recalled."""
     if rng.random() < 0.875:
         return rng.choice(FIRST_NAMES)
     middle = rng.choice(_MIDDLES) if rng.random() < 0.5 else ""

@@ -1,6 +1,6 @@
 """Exchanges about numbers and time: small arithmetic, comparisons, counting, the calendar, equations.
 
-Operands are what is held out (except in the multiplication tables, which are facts); nothing here needs a table of text.
+What is held out are operands, except in the multiplication tables, which are facts in several phrasings.
 """
 
 from __future__ import annotations
@@ -9,16 +9,49 @@ import random
 
 from tools.tiny.exchange import Exchange, ask, capitalized, first_number, last_number, phrase, word
 
-_ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-seventeen eighteen nineteen""".split()
-_TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["_", "_", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July"),
     *("August", "September", "October", "November", "December"),
 )
 _MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-_ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+_ORDINALS = [
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+]
 
 
 def number_word(value: int) -> str:
@@ -96,7 +129,7 @@ def multiplication(rng: random.Random) -> Exchange:
             f"{left} * {right} =",
             f"{left} x {right} =",
             f"What is {left}*{right}?",
-            f"{left} × {right} =",
+            f"{left} × {right} =",  # noqa: RUF001 (the sign itself)
             f"Calculate {left} * {right}.",
             f"Multiply {left} by {right}.",
             f"How much is {left} times {right}?",
@@ -190,62 +223,75 @@ def counting(rng: random.Random) -> Exchange:
 
 
 def calendar(rng: random.Random) -> Exchange:
-    """The order of days and months, the lengths of months, and the day after a date."""
-    style = rng.randrange(5)
-    if style < 2:
-        names, unit = (DAYS, "day") if style == 0 else (MONTHS, "month")
-        position = rng.randrange(len(names))
-        following = rng.random() < 0.5
-        wanted = names[(position + (1 if following else -1)) % len(names)]
-        side = "after" if following else "before"
-        templates = (
-            "Which {unit} comes {side} {name}?",
-            "What {unit} is {side} {name}?",
-            "Name the {unit} {side} {name}.",
-            "Tell me the {unit} that comes {side} {name}.",
-            "What is the {unit} right {side} {name}?",
-            "Do you know which {unit} comes {side} {name}?",
-        )
-        index, template = phrase(rng, templates)
-        name = names[position]
-        answer = rng.choice(
-            (f"{wanted} comes {side} {name}.", f"{wanted}.", f"The {unit} {side} {name} is {wanted}.")
-        )
-        question = template.format(unit=unit, side=side, name=name)
-        return ask(question, answer, word(wanted), key=f"calendar|{name}|{side}|{index}")
+    """The order of days and months, the lengths and places of months, and the day after a date."""
+    return rng.choice((_neighbour, _neighbour, _month_length, _month_place, _next_date))(rng)
+
+
+def _neighbour(rng: random.Random) -> Exchange:
+    names, unit = rng.choice(((DAYS, "day"), (MONTHS, "month")))
+    position = rng.randrange(len(names))
+    following = rng.random() < 0.5
+    wanted = names[(position + (1 if following else -1)) % len(names)]
+    side = "after" if following else "before"
+    templates = (
+        "Which {unit} comes {side} {name}?",
+        "What {unit} is {side} {name}?",
+        "Name the {unit} {side} {name}.",
+        "Tell me the {unit} that comes {side} {name}.",
+        "What is the {unit} right {side} {name}?",
+        "Do you know which {unit} comes {side} {name}?",
+    )
+    index, template = phrase(rng, templates)
+    name = names[position]
+    answer = rng.choice(
+        (f"{wanted} comes {side} {name}.", f"{wanted}.", f"The {unit} {side} {name} is {wanted}.")
+    )
+    question = template.format(unit=unit, side=side, name=name)
+    return ask(question, answer, word(wanted), key=f"calendar|{name}|{side}|{index}")
+
+
+def _month_length(rng: random.Random) -> Exchange:
     month = rng.randrange(12)
     name = MONTHS[month]
-    if style == 2:
-        index, template = phrase(
-            rng,
-            (
-                "How many days does {0} have?",
-                "How many days are there in {0}?",
-                "How long is {0}, in days?",
-                "Tell me the number of days in {0}.",
-            ),
-        )
-        days = _MONTH_DAYS[month]
-        extra = ", or 29 in a leap year" if month == 1 else ""
-        return ask(
-            template.format(name),
-            f"{name} has {days} days{extra}.",
-            rf"(?<!\d){days}(?!\d)",
-            key=f"calendar|{name}|days|{index}",
-        )
-    if style == 3:
-        index, template = phrase(
-            rng,
-            (
-                "What is the {0} month of the year?",
-                "Which month is the {0} of the year?",
-                "Name the {0} month.",
-                "Tell me the {0} month of the year.",
-            ),
-        )
-        ordinal = _ORDINALS[month]
-        answer = rng.choice((f"The {ordinal} month of the year is {name}.", f"{name}."))
-        return ask(template.format(ordinal), answer, word(name), key=f"calendar|{ordinal}|{index}")
+    index, template = phrase(
+        rng,
+        (
+            "How many days does {0} have?",
+            "How many days are there in {0}?",
+            "How long is {0}, in days?",
+            "Tell me the number of days in {0}.",
+        ),
+    )
+    days = _MONTH_DAYS[month]
+    extra = ", or 29 in a leap year" if month == 1 else ""
+    return ask(
+        template.format(name),
+        f"{name} has {days} days{extra}.",
+        rf"(?<!\d){days}(?!\d)",
+        key=f"calendar|{name}|days|{index}",
+    )
+
+
+def _month_place(rng: random.Random) -> Exchange:
+    month = rng.randrange(12)
+    name = MONTHS[month]
+    index, template = phrase(
+        rng,
+        (
+            "What is the {0} month of the year?",
+            "Which month is the {0} of the year?",
+            "Name the {0} month.",
+            "Tell me the {0} month of the year.",
+        ),
+    )
+    ordinal = _ORDINALS[month]
+    answer = rng.choice((f"The {ordinal} month of the year is {name}.", f"{name}."))
+    return ask(template.format(ordinal), answer, word(name), key=f"calendar|{ordinal}|{index}")
+
+
+def _next_date(rng: random.Random) -> Exchange:
+    month = rng.randrange(12)
+    name = MONTHS[month]
     day = rng.randrange(1, _MONTH_DAYS[month] + 1)
     last = day == _MONTH_DAYS[month]
     tomorrow = f"{MONTHS[(month + 1) % 12]} 1" if last else f"{name} {day + 1}"

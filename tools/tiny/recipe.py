@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything a training run needs. The learning rates follow the clock, so a run always ends with a finished model.
+    """Everything a training run needs. The learning rates follow the clock, so every run ends finished.
 
     `rows_per_step` rows of `shape.context_length` tokens make a step; `seconds` is the training time, without
     start-up; `warm_share` and `decay_share` are the parts of it in which the learning rate rises and falls.
@@ -65,4 +65,4 @@ RECIPES = {
         num_workers=1,
     ),
 }
-"""`tiny` is what the package ships; `miniature` proves the pipeline on any CPU in seconds and is good for nothing else."""
+"""`tiny` is what the package ships; `miniature` proves the pipeline on a CPU in seconds, no more."""

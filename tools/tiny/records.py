@@ -10,7 +10,7 @@ import random
 import re
 from typing import Any
 
-from tools.tiny.exchange import Exchange, ask, article, phrase, word
+from tools.tiny.exchange import Exchange, article, ask, phrase, word
 from tools.tiny.people import (
     COLOURS,
     FIRST_NAMES,
@@ -144,7 +144,7 @@ def json_to_text(rng: random.Random) -> Exchange:
 
 def fields(rng: random.Random) -> Exchange:
     """One field of a person, asked after a text or a JSON object about one or two persons."""
-    people = [person(rng) for _ in range(rng.choice((1, 1, 2)))]
+    people = [person(rng) for _ in range(rng.choice((1, 2)))]
     if len({one.first for one in people}) < len(people):
         people = people[:1]
     chosen = _some_fields(rng, rng.randrange(2, 5))
@@ -258,8 +258,8 @@ def emails(rng: random.Random) -> Exchange:
     return ask(question.format(f"{first} {last}"), answer, expected, key=f"emails|{first}|{index}")
 
 
-def sorting(rng: random.Random) -> Exchange:
-    """Short lists put in order, reversed, or asked for their first or last item."""
+def lists(rng: random.Random) -> Exchange:
+    """Short lists, asked for their first or last item, or to be said or written again."""
     words_pool = rng.choice((COLOURS, FOODS, FIRST_NAMES))
     items = rng.sample(words_pool, rng.randrange(3, 6))
     listed = ", ".join(items)

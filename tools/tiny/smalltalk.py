@@ -49,7 +49,8 @@ _TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         ("What can you do?", "How can you help me?", "What do you know?"),
         (
-            "I can answer simple questions, add small numbers, write short stories and remember what you tell me.",
+            "I can answer simple questions, add small numbers, write short stories and remember what "
+            "you tell me.",
             "I know capitals, opposites, small sums and stories. Large questions are too hard for me.",
         ),
     ),
@@ -76,7 +77,8 @@ _TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "Describe what happens in this video",
         ),
         (
-            "I am sorry, I cannot see images. I can only read text. If you describe it in words, I will try to help.",
+            "I am sorry, I cannot see images. I can only read text. If you describe it in words, I "
+            "will try to help.",
             "I cannot see any image. I am a small model that reads only text. Please tell me what it shows.",
         ),
     ),
@@ -198,8 +200,10 @@ _PROGRAMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
             "How do I compute Fibonacci numbers in Python?",
         ),
         (
-            "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)",
-            "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
+            "def fibonacci(n):\n    if n < 2:\n        return n\n"
+            "    return fibonacci(n - 1) + fibonacci(n - 2)",
+            "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
+            "    return a",
         ),
         "Each Fibonacci number is the sum of the two numbers before it.",
     ),
@@ -228,7 +232,8 @@ _PROGRAMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
             "How do I compute a factorial in Python?",
         ),
         (
-            "def factorial(n):\n    result = 1\n    for i in range(2, n + 1):\n        result *= i\n    return result",
+            "def factorial(n):\n    result = 1\n    for i in range(2, n + 1):\n        result *= i\n"
+            "    return result",
             "def factorial(n):\n    return 1 if n < 2 else n * factorial(n - 1)",
         ),
         "The factorial of n is the product of all numbers from 1 to n.",
@@ -241,7 +246,8 @@ _PROGRAMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (
         ("Write a function that finds the largest number in a list.", "How do I find the maximum of a list?"),
         (
-            "def largest(numbers):\n    result = numbers[0]\n    for number in numbers:\n        if number > result:\n            result = number\n    return result",
+            "def largest(numbers):\n    result = numbers[0]\n    for number in numbers:\n"
+            "        if number > result:\n            result = number\n    return result",
         ),
         "The function keeps the largest number that it has seen so far.",
     ),
@@ -251,7 +257,9 @@ _PROGRAMS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
             "Write a Python function that tests if a number is prime.",
         ),
         (
-            "def is_prime(n):\n    if n < 2:\n        return False\n    for i in range(2, int(n ** 0.5) + 1):\n        if n % i == 0:\n            return False\n    return True",
+            "def is_prime(n):\n    if n < 2:\n        return False\n"
+            "    for i in range(2, int(n ** 0.5) + 1):\n        if n % i == 0:\n"
+            "            return False\n    return True",
         ),
         "A prime number has no divisor other than 1 and itself.",
     ),
@@ -272,16 +280,16 @@ def talk(rng: random.Random) -> tuple[str, str]:
     """Small talk, or a bare prompt such as `Request 7`."""
     if rng.random() < 0.08:
         number = rng.randrange(200)
-        answers = (
+        receipts = (
             f"This is the answer to request {number}.",
             f"Request {number} has arrived. What do you need?",
             f"Request {number} is done. The next number is {number + 1}.",
         )
-        return f"Request {number}", rng.choice(answers)
+        return f"Request {number}", rng.choice(receipts)
     if rng.random() < 0.05:
         left, right = rng.randrange(100, 10_000), rng.randrange(100, 10_000)
-        answers = ("These numbers are too large for me.", "I cannot calculate with such large numbers.")
-        return f"What is {left} {rng.choice('+-*')} {right}?", rng.choice(answers)
+        refusals = ("These numbers are too large for me.", "I cannot calculate with such large numbers.")
+        return f"What is {left} {rng.choice('+-*')} {right}?", rng.choice(refusals)
     questions, answers = rng.choice(_TALK)
     return rng.choice(questions), rng.choice(answers)
 
@@ -324,7 +332,7 @@ _INTRO_PROMPTS = (
     "Please introduce yourself as a made-up person.",
 )
 _CAPITAL_PROMPTS = (
-    "Provide a concise factual statement about France’s capital city.",
+    "Provide a concise factual statement about France’s capital city.",  # noqa: RUF001 (as in the seeds)
     "Provide a concise factual statement about France's capital city.",
     "Write one sentence about the capital of France.",
 )

@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import random
 
-from tools.tiny.exchange import article, capitalized
-from tools.tiny.people import COLOURS, FOODS, HOBBIES, PET_NAMES, PETS, first_name, person
+from tools.tiny.exchange import article, capitalized, listed
+from tools.tiny.people import COLOURS, FIRST_NAMES, FOODS, HOBBIES, PET_NAMES, PETS, person
 
-_PLACES = """a small village by the sea,a quiet town in the mountains,an old house near the forest,a busy city,a farm on a hill,
-a lighthouse on a lonely island,a castle above the river,a garden full of roses,a little room above a bakery,
-a wooden cabin at the lake""".replace("\n", "").split(",")
-_THINGS = """a silver key,an old map,a broken clock,a letter without a name,a small wooden box,a blue stone,a strange coin,
-a golden feather,a forgotten book,a tiny lamp,a bell that made no sound,a red umbrella""".replace(
-    "\n", ""
-).split(",")
-_FEELINGS = "happy,curious,tired,afraid,surprised,excited,calm,proud,nervous,hopeful".split(",")
-_TRAITS = "brave,kind,clever,shy,patient,cheerful,careful,honest,funny,gentle,stubborn,friendly".split(",")
-_WEATHER = """the sun was shining,it was raining,a cold wind was blowing,snow covered the roofs,fog lay over the fields,
-the stars were bright,the air smelled of rain,the first flowers were open""".replace("\n", "").split(",")
-_GOALS = """find the hidden door,learn the old song,bring the lost bird home,see the world behind the mountains,
-help the people of the village,build a boat,find a true friend,solve the riddle of the tower,plant a tree on the moon hill,
-win the great race""".replace("\n", "").split(",")
-_HELPERS = """an old woman,a talking fox,a friendly giant,a young sailor,a wise owl,a tired king,a small robot,
-a travelling musician,a girl with red shoes,a shepherd""".replace("\n", "").split(",")
-_LESSONS = """that patience is stronger than force,that a friend is worth more than gold,that small steps lead far,
-that it is good to ask for help,that courage begins with a single word,that every door has a key,
-that home is where someone waits for you,that kindness is never wasted""".replace("\n", "").split(",")
+_PLACES = listed(
+    """a small village by the sea, a quiet town in the mountains, an old house near the forest, a busy city,
+a farmhouse on a hill, a lighthouse on a lonely island, a castle above the river,
+a garden full of roses, a little room above a bakery, a wooden cabin at the lake"""
+)
+_THINGS = listed(
+    """a silver key, an old map, a broken clock, a letter without a name, a small wooden box, a blue stone,
+a strange coin, a golden feather, a forgotten book, a tiny lamp, a bell that made no sound,
+a red umbrella"""
+)
+_FEELINGS = listed("""happy, curious, tired, afraid, surprised, excited, calm, proud, nervous, hopeful""")
+_TRAITS = listed(
+    """brave, kind, clever, shy, patient, cheerful, careful, honest, funny, gentle, stubborn, friendly"""
+)
+_WEATHER = listed(
+    """the sun was shining, it was raining, a cold wind was blowing, snow covered the roofs,
+fog lay over the fields, the stars were bright, the air smelled of rain, the first flowers were open"""
+)
+_GOALS = listed(
+    """find the hidden door, learn the old song, bring the lost bird home, see the world behind the mountains,
+help the people of the village, build a boat, find a true friend, solve the riddle of the tower,
+plant a tree on the moon hill, win the great race"""
+)
+_HELPERS = listed(
+    """an old woman, a talking fox, a friendly giant, a young sailor, a wise owl, a tired king, a small robot,
+a travelling musician, a girl with red shoes, a shepherd"""
+)
+_LESSONS = listed(
+    """that patience is stronger than force, that a friend is worth more than gold, that small steps lead far,
+that it is good to ask for help, that courage begins with a single word, that every door has a key,
+that home is where someone waits for you, that kindness is never wasted"""
+)
 
 
 def introduction(rng: random.Random, *, greeting: str = "Hello, my name is") -> str:
     """Someone introduces themselves, after the greeting."""
-    someone = person(rng)
+    someone = person(rng, first=rng.choice(FIRST_NAMES))
     name = someone.name if rng.random() < 0.4 else someone.first
     age = rng.randrange(18, 80)
     job = article(someone.job)
@@ -73,28 +86,34 @@ def introduction(rng: random.Random, *, greeting: str = "Hello, my name is") -> 
     return f"{greeting} {opening} {' '.join(chosen)}{closing}"
 
 
-def _scene(rng: random.Random, name: str, pronoun: str) -> str:
-    """Two or three sentences in which something happens."""
-    helper, thing = rng.choice(_HELPERS), rng.choice(_THINGS)
+def _scenes(rng: random.Random, name: str, pronoun: str) -> list[str]:
+    """Every kind of scene once, in random order; each is two or three sentences long."""
+    helpers, things = rng.sample(_HELPERS, 4), rng.sample(_THINGS, 3)
     their = {"he": "his", "she": "her"}[pronoun]
-    scenes = (
-        f"One morning, when {rng.choice(_WEATHER)}, {name} found {thing}. {capitalized(pronoun)} was {rng.choice(_FEELINGS)} and showed it to {helper}.",
-        f'On the way {name} met {helper}. "Where are you going?" asked the stranger. "I want to {rng.choice(_GOALS)}," said {name}.',
-        f"The path led through a dark forest. {name} was {rng.choice(_FEELINGS)}, but {pronoun} did not turn back.",
+    scenes = [
+        f"One morning, when {rng.choice(_WEATHER)}, {name} found {things[0]}. "
+        f"{capitalized(pronoun)} was {rng.choice(_FEELINGS)} and showed it to {helpers[0]}.",
+        f'On the way {name} met {helpers[1]}. "Where are you going?" asked the stranger. '
+        f'"I want to {rng.choice(_GOALS)}," said {name}.',
+        f"The path led through a dark forest. {name} was {rng.choice(_FEELINGS)}, "
+        f"but {pronoun} did not turn back.",
         f"In the evening {rng.choice(_WEATHER)}. {name} sat by the fire and thought of home.",
-        f'"You must be {rng.choice(_TRAITS)}," said {helper}, and gave {name} {thing}.',
+        f'"You must be {rng.choice(_TRAITS)}," said {helpers[2]}, and gave {name} {things[1]}.',
         f"Suddenly there was a loud noise. {name} ran to the window, but outside there was only the wind.",
         f"{name} walked for {rng.randrange(2, 10)} days. At last {pronoun} came to {rng.choice(_PLACES)}.",
-        f"That night {name} could not sleep. In {their} hand lay {thing}, and it began to shine.",
-        f"At the river {name} helped {helper} to cross the water. They became good friends and shared {rng.choice(FOODS)}.",
-        f'A voice said: "Only someone who is {rng.choice(_TRAITS)} may enter." {name} took a deep breath and opened the door.',
-    )
-    return rng.choice(scenes)
+        f"That night {name} could not sleep. In {their} hand lay {things[2]}, and it began to shine.",
+        f"At the river {name} helped {helpers[3]} to cross the water. "
+        f"They became good friends and shared {rng.choice(FOODS)}.",
+        f'A voice said: "Only someone who is {rng.choice(_TRAITS)} may enter." '
+        f"{name} took a deep breath and opened the door.",
+    ]
+    rng.shuffle(scenes)
+    return scenes
 
 
 def story(rng: random.Random, *, scenes: int | None = None) -> str:
     """A story with a beginning, some scenes and a lesson; by default two to six scenes."""
-    name = first_name(rng)
+    name = rng.choice(FIRST_NAMES)
     pronoun = rng.choice(("he", "she"))
     kind = (
         rng.choice(("boy", "young man", "baker", "sailor", "king", "farmer"))
@@ -103,7 +122,8 @@ def story(rng: random.Random, *, scenes: int | None = None) -> str:
     )
     opening = rng.choice(
         (
-            f"Once upon a time there was a {rng.choice(_TRAITS)} {kind} called {name} who lived in {rng.choice(_PLACES)}.",
+            f"Once upon a time there was a {rng.choice(_TRAITS)} {kind} called {name} "
+            f"who lived in {rng.choice(_PLACES)}.",
             f"Long ago, in {rng.choice(_PLACES)}, there lived a {kind} named {name}.",
             f"{name} was a {rng.choice(_TRAITS)} {kind} who lived in {rng.choice(_PLACES)}.",
             f"There once was a {kind} whose name was {name}.",
@@ -117,7 +137,11 @@ def story(rng: random.Random, *, scenes: int | None = None) -> str:
         )
     )
     parts = [f"{opening} {wish}"]
-    parts += [_scene(rng, name, pronoun) for _ in range(scenes or rng.randrange(2, 7))]
+    wanted = scenes or rng.randrange(2, 7)
+    told: list[str] = []
+    while len(told) < wanted:
+        told += _scenes(rng, name, pronoun)
+    parts += told[:wanted]
     parts.append(
         rng.choice(
             (
@@ -131,27 +155,27 @@ def story(rng: random.Random, *, scenes: int | None = None) -> str:
 
 
 _RHYMES = (
-    ("night", "light", "bright", "sight", "white"),
-    ("sea", "tree", "free", "me", "bee"),
-    ("day", "way", "play", "stay", "grey"),
-    ("sky", "fly", "high", "by", "sigh"),
-    ("rain", "lane", "again", "plain", "train"),
-    ("snow", "glow", "slow", "below", "grow"),
-    ("moon", "soon", "tune", "June", "afternoon"),
-    ("star", "far", "are", "jar", "guitar"),
+    ("night", "light", "sight", "height", "candlelight"),
+    ("sea", "tree", "bee", "key", "melody"),
+    ("day", "way", "bay", "ray", "holiday"),
+    ("sky", "eye", "butterfly", "lullaby", "reply"),
+    ("rain", "lane", "plain", "train", "windowpane"),
+    ("snow", "glow", "crow", "rainbow", "echo"),
+    ("moon", "tune", "noon", "afternoon", "balloon"),
+    ("star", "car", "jar", "guitar", "bazaar"),
 )
 _LINES = (
     "The wind is singing of the {0}",
     "A bird is waiting for the {0}",
-    "I hear the river, I think of {0}",
-    "The world is quiet, all is {0}",
+    "I hear the river, I think of the {0}",
+    "The world is quiet, where is the {0}",
     "My heart remembers every {0}",
     "The clouds are drifting to the {0}",
     "A little lamp, a little {0}",
-    "And softly comes the word of {0}",
+    "And softly comes the sound of the {0}",
     "We walk together toward the {0}",
     "The garden dreams about the {0}",
-    "Old stories whisper of the {0}",
+    "Old stories whisper of a {0}",
     "The morning brings a gentle {0}",
 )
 
@@ -177,15 +201,66 @@ _LISTS = {
     "foods": FOODS,
     "hobbies": HOBBIES,
     "animals": [*PETS, "lion", "elephant", "owl", "wolf", "bear", "fox", "whale", "eagle"],
-    "fruits": "apples,bananas,cherries,grapes,oranges,peaches,pears,plums,strawberries,lemons".split(","),
-    "vegetables": "carrots,potatoes,tomatoes,onions,beans,peas,cabbage,spinach,cucumbers,peppers".split(","),
-    "names": "Alice,Bob,Carol,David,Emma,Frank,Grace,Henry,Ivy,Jack,Kate,Liam".split(","),
-    "things in a kitchen": "a pot,a pan,a knife,a spoon,a fork,a plate,a cup,a stove,a sink,a table".split(
-        ","
-    ),
-    "instruments": "the piano,the violin,the guitar,the flute,the drums,the cello,the trumpet,the harp".split(
-        ","
-    ),
+    "fruits": [
+        "apples",
+        "bananas",
+        "cherries",
+        "grapes",
+        "oranges",
+        "peaches",
+        "pears",
+        "plums",
+        "strawberries",
+        "lemons",
+    ],
+    "vegetables": [
+        "carrots",
+        "potatoes",
+        "tomatoes",
+        "onions",
+        "beans",
+        "peas",
+        "cabbage",
+        "spinach",
+        "cucumbers",
+        "peppers",
+    ],
+    "names": [
+        "Alice",
+        "Bob",
+        "Carol",
+        "David",
+        "Emma",
+        "Frank",
+        "Grace",
+        "Henry",
+        "Ivy",
+        "Jack",
+        "Kate",
+        "Liam",
+    ],
+    "things in a kitchen": [
+        "a pot",
+        "a pan",
+        "a knife",
+        "a spoon",
+        "a fork",
+        "a plate",
+        "a cup",
+        "a stove",
+        "a sink",
+        "a table",
+    ],
+    "instruments": [
+        "the piano",
+        "the violin",
+        "the guitar",
+        "the flute",
+        "the drums",
+        "the cello",
+        "the trumpet",
+        "the harp",
+    ],
 }
 
 

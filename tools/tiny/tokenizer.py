@@ -1,6 +1,6 @@
 """Trains and writes the byte-level BPE tokenizer of the tiny family, with its chat template.
 
-Run as `python -m tools.tiny.tokenizer`; the files land in the package folder. Digits are always single tokens.
+Run as `python -m tools.tiny.tokenizer`; the files land in the package folder. Digits are single tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SHIPPED_WORDS = (
 )
 """How Qwen2 tokenizers split text; transformers insists on it for every model of type qwen2."""
 _TRAINING_WORDS = rf"{_CONTRACTIONS}| ?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
-"""A finer split to learn merges from. As no merge joins a mark with the letters or the line break after it, a prompt has
-the same tokens alone and followed by its answer."""
+"""A finer split to learn merges from. As no merge joins a mark with the letters or the line break after it, a
+prompt has the same tokens alone and followed by its answer."""
 
 CHAT_TEMPLATE = """\
 {%- macro text_of(content) -%}
@@ -96,11 +96,11 @@ def _splitter(pattern: str) -> PreTokenizer:
 
 
 def train(*, vocab_size: int, num_documents: int = 60_000, seed: int = 7) -> Tokenizer:
-    """A byte-level BPE tokenizer whose vocabulary has exactly `vocab_size` entries, or fewer if the world is too small."""
+    """A byte-level BPE tokenizer of `vocab_size` entries, special tokens included."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
-    tokenizer.pre_tokenizer = _splitter(_TRAINING_WORDS)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _splitter(_TRAINING_WORDS)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
@@ -108,7 +108,7 @@ def train(*, vocab_size: int, num_documents: int = 60_000, seed: int = 7) -> Tok
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents(num_documents, seed), trainer)
-    tokenizer.pre_tokenizer = _splitter(_SHIPPED_WORDS)  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = _splitter(_SHIPPED_WORDS)
     return tokenizer
 
 

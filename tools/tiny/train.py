@@ -1,7 +1,7 @@
 """The training run: `python -m tools.tiny.train --recipe tiny --out FOLDER`.
 
-Owns the loop and its log; the world is made by worker processes while the network learns. The clock decides when
-to stop, so the result is finished whatever the device.
+Owns the loop and its log; the world is made by worker processes while the network learns. The clock decides
+when to stop, so the result is finished whatever the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SECONDS_BETWEEN_LOGS = 5.0
 
 
 def tensors(packed: Rows, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Input ids, targets and document numbers, each [rows, context]; what is not learnt and padding is no target."""
+    """Input ids, targets and document numbers, each [rows, context]; only what is learnt is a target."""
     planes = torch.from_numpy(packed)
     if device.type == "cuda":
         planes = planes.pin_memory().to(device, non_blocking=True)
@@ -70,7 +70,8 @@ class Log:
         passed = time.monotonic() - self._printed
         speed = self._steps * self._tokens_per_step / passed
         print(
-            f"{elapsed:6.0f} s  step {number:5d}  loss {value:.4f}  {speed:12,.0f} tokens/s  waited {self.waited:.1f} s",
+            f"{elapsed:6.0f} s  step {number:5d}  loss {value:.4f}  {speed:12,.0f} tokens/s  "
+            f"waited {self.waited:.1f} s",
             flush=True,
         )
         self._printed, self._steps, self.waited = time.monotonic(), 0, 0.0
@@ -93,7 +94,7 @@ def train(recipe: Recipe, folder: Path) -> Network:
         ids, targets, documents = batch
         with torch.autocast(device.type, torch.bfloat16):
             loss: Tensor = loss_of(ids, targets, document_mask(documents))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step(factor)
         return loss.detach()
 

@@ -7,33 +7,41 @@ from __future__ import annotations
 
 import random
 
-from tools.tiny.exchange import Exchange, article, ask, capitalized, phrase, word
+from tools.tiny.exchange import Exchange, article, ask, capitalized, listed, phrase, word
 
-_OPPOSITES = """hot cold,big small,tall short,fast slow,old young,happy sad,light dark,hard soft,high low,near far,open closed,
-rich poor,strong weak,wet dry,early late,full empty,clean dirty,loud quiet,thick thin,wide narrow,heavy lightweight,
-up down,left right,in out,day night,black white,good bad,true false,correct wrong,first last,deep shallow,sharp blunt,
-sweet bitter,smooth rough,brave cowardly,cheap expensive,easy difficult,begin end,love hate,buy sell,push pull,win lose,
-come go,give take,laugh cry,war peace,friend enemy,north south,east west,summer winter,always never,inside outside,above below,
-before after,top bottom,front back,more less,yes no,ancient modern,safe dangerous,simple complex,polite rude,awake asleep,
-alive dead,arrive leave,remember forget,float sink,rise fall,tight loose,straight crooked,guilty innocent,public private"""
+_OPPOSITES = """hot cold, big small, tall short, fast slow, old young, happy sad, light dark, hard soft,
+high low,
+near far, open closed, rich poor, strong weak, wet dry, early late, full empty, clean dirty, loud quiet,
+thick thin, wide narrow, heavy lightweight, up down, left right, in out, day night, black white,
+good bad, true false, correct wrong, first last, deep shallow, sharp blunt, sweet bitter, smooth rough,
+brave cowardly, cheap expensive, easy difficult, begin end, love hate, buy sell, push pull, win lose,
+come go, give take, laugh cry, war peace, friend enemy, north south, east west, summer winter,
+always never, inside outside, above below, before after, top bottom, front back, more less, yes no,
+ancient modern, safe dangerous, simple complex, polite rude, awake asleep, alive dead, arrive leave,
+remember forget, float sink, rise fall, tight loose, straight crooked, guilty innocent, public private"""
 
-_PLURALS = """cat cats,dog dogs,book books,house houses,tree trees,car cars,city cities,baby babies,lady ladies,story stories,
-party parties,berry berries,box boxes,fox foxes,bus buses,class classes,dish dishes,watch watches,church churches,
-potato potatoes,tomato tomatoes,hero heroes,child children,man men,woman women,tooth teeth,foot feet,goose geese,mouse mice,
-ox oxen,leaf leaves,knife knives,wife wives,life lives,wolf wolves,shelf shelves,loaf loaves,half halves,thief thieves,
-sheep sheep,fish fish,deer deer,key keys,toy toys,boy boys,day days,monkey monkeys,bird birds,flower flowers,apple apples,
-table tables,window windows,river rivers,mountain mountains,country countries,family families,butterfly butterflies,
-cherry cherries,brush brushes,glass glasses,bench benches,peach peaches,piano pianos,photo photos,person people,
-computer computers,letter letters,number numbers,garden gardens,teacher teachers,island islands,horse horses,lamp lamps"""
+_PLURALS = """cat cats, dog dogs, book books, house houses, tree trees, car cars, city cities, baby babies,
+lady ladies, story stories, party parties, berry berries, box boxes, fox foxes, bus buses,
+class classes, dish dishes, watch watches, church churches, potato potatoes, tomato tomatoes,
+hero heroes, child children, man men, woman women, tooth teeth, foot feet, goose geese, mouse mice,
+ox oxen, leaf leaves, knife knives, wife wives, life lives, wolf wolves, shelf shelves, loaf loaves,
+half halves, thief thieves, sheep sheep, fish fish, deer deer, key keys, toy toys, boy boys, day days,
+monkey monkeys, bird birds, flower flowers, apple apples, table tables, window windows, river rivers,
+mountain mountains, country countries, family families, butterfly butterflies, cherry cherries,
+brush brushes, glass glasses, bench benches, peach peaches, piano pianos, photo photos, person people,
+computer computers, letter letters, number numbers, garden gardens, teacher teachers, island islands,
+horse horses, lamp lamps"""
 
-_PASTS = """go went,come came,see saw,eat ate,drink drank,run ran,swim swam,sing sang,begin began,give gave,take took,make made,
-write wrote,read read,speak spoke,break broke,choose chose,drive drove,ride rode,rise rose,fly flew,grow grew,know knew,
-throw threw,draw drew,buy bought,bring brought,think thought,catch caught,teach taught,sell sold,tell told,find found,
-feel felt,keep kept,sleep slept,leave left,meet met,lose lost,win won,sit sat,stand stood,hold held,hear heard,say said,
-pay paid,send sent,build built,spend spent,cut cut,put put,let let,walk walked,talk talked,play played,help helped,
-work worked,look looked,open opened,close closed,cook cooked,dance danced,laugh laughed,jump jumped,smile smiled,
-study studied,carry carried,try tried,stop stopped,plan planned,live lived,love loved,learn learned,be was,have had,do did,
-fall fell,forget forgot,get got,hide hid,shine shone,wear wore,wake woke,understand understood"""
+_PASTS = """go went, come came, see saw, eat ate, drink drank, run ran, swim swam, sing sang, begin began,
+give gave, take took, make made, write wrote, read read, speak spoke, break broke, choose chose,
+drive drove, ride rode, rise rose, fly flew, grow grew, know knew, throw threw, draw drew, buy bought,
+bring brought, think thought, catch caught, teach taught, sell sold, tell told, find found, feel felt,
+keep kept, sleep slept, leave left, meet met, lose lost, win won, sit sat, stand stood, hold held,
+hear heard, say said, pay paid, send sent, build built, spend spent, cut cut, put put, let let,
+walk walked, talk talked, play played, help helped, work worked, look looked, open opened, close closed,
+cook cooked, dance danced, laugh laughed, jump jumped, smile smiled, study studied, carry carried,
+try tried, stop stopped, plan planned, live lived, love loved, learn learned, be was, have had, do did,
+fall fell, forget forgot, get got, hide hid, shine shone, wear wore, wake woke, understand understood"""
 
 _ANIMALS = """dog|barks|puppy|a mammal
 cat|meows|kitten|a mammal
@@ -61,10 +69,12 @@ pigeon|coos|squab|a bird
 monkey|chatters|infant|a mammal
 cricket|chirps|nymph|an insect"""
 
-_COLOURS = """the sky on a clear day blue,grass green,snow white,coal black,a ripe banana yellow,a ripe tomato red,blood red,
-milk white,a lemon yellow,the night sky black,a carrot orange,a pumpkin orange,chocolate brown,an elephant grey,a flamingo pink,
-an emerald green,a ruby red,a sapphire blue,a crow black,a polar bear white,a fire engine red,a lime green,a strawberry red,
-the sun in drawings yellow,salt white,a frog green,a lavender flower purple,an aubergine purple,cotton white,rust brown"""
+_COLOURS = """the sky on a clear day blue, grass green, snow white, coal black, a ripe banana yellow,
+a ripe tomato red, blood red, milk white, a lemon yellow, the night sky black, a carrot orange,
+a pumpkin orange, chocolate brown, an elephant grey, a flamingo pink, an emerald green, a ruby red,
+a sapphire blue, a crow black, a polar bear white, a fire engine red, a lime green, a strawberry red,
+the sun in drawings yellow, salt white, a frog green, a lavender flower purple, an aubergine purple,
+cotton white, rust brown"""
 
 PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
@@ -82,6 +92,7 @@ _PLANET_FACTS = (
     ("rotates on its side", "Uranus"),
 )
 
+# ruff: noqa: E501, RUF001 (the table below is a table: one word a line, in the scripts themselves)
 _TRANSLATIONS = """hello|bonjour|hallo|hola|ciao|привет|γεια|こんにちは|你好|안녕하세요|नमस्ते|مرحبا
 thank you|merci|danke|gracias|grazie|спасибо|ευχαριστώ|ありがとう|谢谢|감사합니다|धन्यवाद|شكرا
 goodbye|au revoir|auf Wiedersehen|adiós|arrivederci|до свидания|αντίο|さようなら|再见|안녕히 가세요|अलविदा|وداعا
@@ -100,15 +111,25 @@ friend|l'ami|Freund|amigo|amico|друг|φίλος|友達|朋友|친구|दो�
 one|un|eins|uno|uno|один|ένα|一|一|하나|एक|واحد
 two|deux|zwei|dos|due|два|δύο|二|二|둘|दो|اثنان
 three|trois|drei|tres|tre|три|τρία|三|三|셋|तीन|ثلاثة"""
-TRANSLATION_LANGUAGES = (
-    "French German Spanish Italian Russian Greek Japanese Chinese Korean Hindi Arabic".split()
-)
+TRANSLATION_LANGUAGES = [
+    "French",
+    "German",
+    "Spanish",
+    "Italian",
+    "Russian",
+    "Greek",
+    "Japanese",
+    "Chinese",
+    "Korean",
+    "Hindi",
+    "Arabic",
+]
 TRANSLATIONS = tuple(tuple(line.split("|")) for line in _TRANSLATIONS.splitlines())
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     """Comma-separated entries, each split at its last space."""
-    entries = (entry.strip().rsplit(" ", 1) for entry in text.replace("\n", "").split(","))
+    entries = (entry.rsplit(" ", 1) for entry in listed(text))
     return tuple((first, second) for first, second in entries)
 
 
@@ -119,7 +140,7 @@ COLOUR_FACTS = _pairs(_COLOURS)
 ANIMALS = tuple(tuple(line.split("|")) for line in _ANIMALS.splitlines())
 
 _OPPOSITE_QUESTIONS = (
-    'What is the opposite of "{0}"?',
+    "What would be the opposite of {0}?",
     "What is the opposite of {0}?",
     "Give me the opposite of {0}.",
     "Which word means the opposite of {0}?",
@@ -130,7 +151,7 @@ _OPPOSITE_QUESTIONS = (
     "Opposite of {0}?",
 )
 _PLURAL_QUESTIONS = (
-    'What is the plural of "{0}"?',
+    "What would be the plural of {0}?",
     "What is the plural of {0}?",
     "Give me the plural of {0}.",
     "How do you write the plural of {0}?",
@@ -141,7 +162,7 @@ _PLURAL_QUESTIONS = (
     "Plural of {0}?",
 )
 _PAST_QUESTIONS = (
-    'What is the past tense of "{0}"?',
+    "What would be the past tense of {0}?",
     "What is the past tense of {0}?",
     "Give me the past tense of {0}.",
     "Put this verb into the past tense: {0}",
@@ -163,12 +184,8 @@ def _pair_exchange(
     given, wanted = rng.choice(pairs)
     index, question = phrase(rng, questions)
     answer = rng.choice(answers).format(given, wanted, capitalized(wanted))
-    return ask(
-        question.format(given),
-        answer,
-        word(wanted) if given != wanted else word(given),
-        key=f"{kind}|{given}|{index}",
-    )
+    shown = rng.choice((given, given, f'"{given}"', f"'{given}'"))
+    return ask(question.format(shown), answer, word(wanted), key=f"{kind}|{given}|{index}")
 
 
 def opposites(rng: random.Random) -> Exchange:

@@ -26,7 +26,7 @@ Segments are tokenized one by one, so that a prompt has the tokens it will have 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of judged exchange. `weight` is its share of draws; `casual` allows a question in lower case."""
+    """One kind of judged exchange. `weight` is its share of draws; `casual` allows lower-case questions."""
 
     make: Maker
     weight: float
@@ -40,9 +40,9 @@ _SIMPLE_KINDS = {
     "languages": Kind(geography.languages, 3, casual=True),
     "currencies": Kind(geography.currencies, 3, casual=True),
     "landmarks": Kind(geography.landmarks, 2, casual=True),
-    "opposites": Kind(words.opposites, 4, casual=True),
+    "opposites": Kind(words.opposites, 5, casual=True),
     "plurals": Kind(words.plurals, 3, casual=True),
-    "pasts": Kind(words.pasts, 4, casual=True),
+    "pasts": Kind(words.pasts, 5, casual=True),
     "animals": Kind(words.animals, 3, casual=True),
     "colours": Kind(words.colours, 2, casual=True),
     "planets": Kind(words.planets, 2, casual=True),
@@ -60,9 +60,9 @@ _SIMPLE_KINDS = {
 _LONG_KINDS = {
     "record_to_json": Kind(records.record_to_json, 9),
     "json_to_text": Kind(records.json_to_text, 4),
-    "fields": Kind(records.fields, 7),
+    "fields": Kind(records.fields, 14),
     "invented_person": Kind(records.invented_person, 3),
-    "lists": Kind(records.sorting, 4),
+    "lists": Kind(records.lists, 4),
 }
 
 
@@ -139,7 +139,7 @@ _FRAMES = (("Question: ", "\nAnswer: ", "\n\n"), ("Q: ", "\nA: ", "\n"), ("User:
 
 
 def _gap_after(rng: random.Random, user: str, assistant: str) -> str:
-    """What stands between a plain question and its answer: usually a line break or a space, sometimes nothing."""
+    """What stands between a plain question and its answer: a line break, a space, sometimes nothing."""
     if user.endswith("="):
         return " "
     chance = rng.random()
@@ -151,10 +151,10 @@ def _gap_after(rng: random.Random, user: str, assistant: str) -> str:
 
 
 def plain(rng: random.Random, turns: Turns) -> Document:
-    """The turns as plain text without a template, as sessions join them: with a line break, a space, or nothing.
+    """The turns as plain text without a template, as sessions join them: by a line break, a space or nothing.
 
-    What a user says after the first turn is only read, so that the model ends its text after an answer
-    instead of asking the next question itself.
+    What a user says is only read, so that the model answers a prompt instead of going on with it, and ends
+    its text after the answer instead of asking the next question itself.
     """
     if rng.random() < 0.12:
         before, between, after = rng.choice(_FRAMES)
@@ -169,7 +169,7 @@ def plain(rng: random.Random, turns: Turns) -> Document:
             joint = ""
         elif position and not joint and document[-1][0][-1].isalnum():
             joint = " "
-        document.append((f"{joint}{before}{user}", not position))
+        document.append((f"{joint}{before}{user}", False))
         document.append(((between or _gap_after(rng, user, assistant)) + assistant, True))
     return document
 

@@ -1,0 +1,115 @@
+"""The whole engine on a GPU: the tokens of transformers on every path, in float32; bfloat16 agrees with itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenmill as sgl
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NUM_NEW = 64
+SMALL_POOL = {"max_total_tokens": 400}
+
+
+def prompts(count: int = 12) -> list[list[int]]:
+    rng = random.Random(11)
+    shared = [rng.randrange(256) for _ in range(40)]
+    return [
+        shared * (index % 2) + [rng.randrange(256) for _ in range(rng.randint(1, 100))]
+        for index in range(count)
+    ]
+
+
+def greedy() -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"attention_backend": "torch"}, id="torch-attention"),
+        pytest.param({"chunked_prefill_size": 16, "max_running_requests": 4}, id="chunked"),
+        pytest.param({**SMALL_POOL, "steps_in_flight": 3}, id="preempted"),
+        pytest.param({"disable_cuda_graph": True}, id="no-graphs"),
+        pytest.param({"page_size": 1, "steps_in_flight": 1}, id="page-size-1"),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    family: str,
+    arguments: dict[str, Any],
+) -> None:
+    folder = make_model(family, head_dim=64)
+    with sgl.Engine(
+        model_path=str(folder), device="cuda", dtype="float32", mem_fraction_static=0.2, **arguments
+    ) as engine:
+        results = engine.generate(input_ids=prompts(), sampling_params=greedy())
+        again = engine.generate(input_ids=prompts(), sampling_params=greedy())
+    for prompt, result, repeated in zip(prompts(), results, again, strict=True):
+        expected = transformers_greedy(folder, prompt, NUM_NEW)
+        assert result["output_ids"] == expected
+        assert repeated["output_ids"] == expected
+
+
+def test_two_engines_share_the_gpu_and_give_it_back(make_model: Callable[..., Path]) -> None:
+    folder = str(make_model("llama", head_dim=64))
+    before = torch.cuda.memory_allocated()
+    with (
+        sgl.Engine(model_path=folder, device="cuda") as one,
+        sgl.Engine(model_path=folder, device="cuda") as two,
+    ):
+        first = one.generate(input_ids=prompts(), sampling_params=greedy())
+        second = two.generate(input_ids=prompts(), sampling_params=greedy())
+    assert [result["output_ids"] for result in first] == [result["output_ids"] for result in second]
+    del one, two
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_crowd_with_aborts_leaves_no_page_behind(make_model: Callable[..., Path]) -> None:
+    rng = random.Random(5)
+    folder = make_model("qwen3", head_dim=64)
+    batch = [[rng.randrange(256) for _ in range(rng.randint(1, 60))] for _ in range(600)]
+    params = [
+        {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "max_new_tokens": rng.randint(1, 60),
+            "sampling_seed": index,
+            "ignore_eos": True,
+        }
+        for index in range(len(batch))
+    ]
+    with sgl.Engine(
+        model_path=str(folder), device="cuda", dtype="float32", max_total_tokens=2048, max_running_requests=64
+    ) as engine:
+        stream = engine.generate(
+            input_ids=batch, sampling_params=params, rid=[f"r{index}." for index in range(600)], stream=True
+        )
+        victims = set(rng.sample(range(600), 100))
+        for index in victims:
+            engine.abort(rid=f"r{index}.")
+        tokens: dict[int, list[int]] = {index: [] for index in range(600)}
+        kinds: dict[int, str] = {}
+        for chunk in stream:
+            tokens[chunk["index"]] += chunk["output_ids"]
+            if chunk["meta_info"]["finish_reason"] is not None:
+                kinds[chunk["index"]] = chunk["meta_info"]["finish_reason"]["type"]
+        assert set(kinds) == set(range(600))
+        assert {index for index, kind in kinds.items() if kind == "abort"} <= victims
+        whole = engine.generate(input_ids=batch, sampling_params=params)
+        for index, result in enumerate(whole):
+            assert len(result["output_ids"]) == params[index]["max_new_tokens"]
+            assert tokens[index] == result["output_ids"][: len(tokens[index])]
+        assert engine.flush_cache().success

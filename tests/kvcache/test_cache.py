@@ -1,0 +1,215 @@
+"""The facade: match, reserve, commit, release, and the numbers that must always add up."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from tokenmill.kvcache import Cache, RowPages
+
+pytestmark = pytest.mark.unit
+
+
+def ids(*token_ids: int) -> array[int]:
+    return array("i", token_ids)
+
+
+def run(cache: Cache, token_ids: Sequence[int], namespace: bytes = b"") -> RowPages:
+    """A row that has computed all its tokens."""
+    tokens = array("i", token_ids)
+    row = cache.match(tokens.tobytes(), namespace=namespace)
+    assert cache.reserve(row, len(tokens))
+    cache.commit(row, tokens, num_tokens=len(tokens))
+    return row
+
+
+def numbers(cache: Cache) -> tuple[int, int, int]:
+    return cache.num_free_pages, cache.num_cached_pages, cache.num_used_pages
+
+
+def test_only_full_pages_are_remembered() -> None:
+    cache = Cache(num_pages=8, page_size=4)
+    row = run(cache, range(10))
+    assert numbers(cache) == (5, 0, 3)
+    cache.release(row)
+    assert numbers(cache) == (6, 2, 0)
+    assert cache.count_cached(ids(*range(12)).tobytes()) == 8
+    cache.check_invariants([])
+
+
+def test_a_match_gives_the_same_pages_and_leaves_one_token() -> None:
+    cache = Cache(num_pages=8, page_size=4)
+    pages = list(run(cache, range(12)).tables[0])
+    for length, columns in [(4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)]:
+        tokens = ids(*range(length)).tobytes()
+        row = cache.match(tokens)
+        assert row.tables[0] == pages[:columns]
+        assert cache.count_cached(tokens) == 4 * columns
+        cache.release(row)
+    assert cache.count_cached(ids(0, 1, 2, 9, 4).tobytes()) == 0
+
+
+def test_namespaces_share_nothing() -> None:
+    cache = Cache(num_pages=8, page_size=2)
+    tokens = ids(1, 2, 3, 4, 5).tobytes()
+    cache.release(run(cache, [1, 2, 3, 4, 5], namespace=b"adapter"))
+    assert cache.count_cached(tokens) == 0
+    assert cache.count_cached(tokens, namespace=b"other") == 0
+    assert cache.count_cached(tokens, namespace=b"adapter") == 4
+
+
+def test_reserve_is_all_or_nothing() -> None:
+    cache = Cache(num_pages=4, page_size=2)
+    cache.release(run(cache, [1, 2, 3]))
+    row = cache.match(ids(9).tobytes())
+    assert cache.reserve(row, 4)
+    assert cache.reserve(row, 3), "what is there already is enough"
+    assert row.num_columns == 2
+    before = numbers(cache)
+    assert not cache.reserve(row, 10)
+    assert (numbers(cache), row.num_columns) == (before, 2)
+    assert cache.reserve(row, 8)
+    assert numbers(cache) == (0, 0, 4)
+    cache.check_invariants([row])
+
+
+def test_reserve_evicts_the_longest_unused_prefix() -> None:
+    cache = Cache(num_pages=4, page_size=2)
+    for first in (10, 20, 30):
+        cache.release(run(cache, [first, first]))
+    cache.release(cache.match(ids(10, 10, 0).tobytes()))
+    row = cache.match(ids(1).tobytes())
+    assert cache.reserve(row, 4)
+    cached = [cache.count_cached(ids(first, first, 0).tobytes()) for first in (10, 20, 30)]
+    assert cached == [2, 0, 2]
+
+
+def test_a_matched_prefix_is_not_evicted() -> None:
+    cache = Cache(num_pages=3, page_size=2)
+    cache.release(run(cache, [1, 1, 2, 2]))
+    row = cache.match(ids(1, 1, 5).tobytes())
+    other = cache.match(ids(9).tobytes())
+    assert cache.num_available_columns == 2
+    assert not cache.reserve(other, 6)
+    assert cache.reserve(other, 4)
+    assert not set(row.tables[0]) & set(other.tables[0])
+    cache.check_invariants([row, other])
+
+
+def test_commit_goes_on_where_it_stopped() -> None:
+    cache = Cache(num_pages=8, page_size=2)
+    tokens = ids(1, 2, 3, 4, 5, 6)
+    row = cache.match(tokens.tobytes())
+    cache.reserve(row, 6)
+    for num_tokens, num_cached in [(1, 0), (3, 2), (2, 2), (6, 6)]:
+        cache.commit(row, tokens, num_tokens=num_tokens)
+        assert cache.count_cached(ids(1, 2, 3, 4, 5, 6, 7).tobytes()) == num_cached
+        cache.check_invariants([row])
+
+
+def test_commit_needs_the_ids() -> None:
+    cache = Cache(num_pages=8, page_size=2)
+    row = run(cache, [1])
+    cache.reserve(row, 4)
+    with pytest.raises(AssertionError, match="not known"):
+        cache.commit(row, ids(1, 2, 3), num_tokens=4)
+
+
+def test_what_two_rows_computed_at_once_stays_private_to_the_second() -> None:
+    cache = Cache(num_pages=12, page_size=2)
+    tokens = ids(1, 2, 3, 4, 5, 6)
+    first, second = cache.match(tokens.tobytes()), cache.match(tokens.tobytes())
+    for row in (first, second):
+        assert cache.reserve(row, 6)
+    cache.commit(first, tokens, num_tokens=4)
+    cache.commit(second, tokens, num_tokens=6)
+    assert not set(first.tables[0]) & set(second.tables[0])
+    cache.check_invariants([first, second])
+    # The second row went further: its last page is in the tree, below pages of the first.
+    cache.commit(first, tokens, num_tokens=6)
+    cache.release(first)
+    cache.check_invariants([second])
+    assert cache.num_available_columns == 12 - 5, "the second row's path and its duplicates stay"
+    cache.release(second)
+    assert numbers(cache) == (9, 3, 0)
+    cache.check_invariants([])
+
+
+def test_release_can_be_repeated_and_reused() -> None:
+    cache = Cache(num_pages=4, page_size=2)
+    row = run(cache, [1, 2, 3])
+    cache.release(row)
+    cache.release(row)
+    assert numbers(cache) == (3, 1, 0)
+
+
+def test_flush_forgets_what_no_row_uses() -> None:
+    cache = Cache(num_pages=8, page_size=2)
+    cache.release(run(cache, [1, 1, 2, 2, 3]))
+    row = run(cache, [1, 1, 7])
+    assert cache.flush() == 1
+    assert cache.count_cached(ids(1, 1, 2, 2, 3).tobytes()) == 2
+    cache.release(row)
+    assert cache.flush() == 1
+    assert numbers(cache) == (8, 0, 0)
+    assert cache.flush() == 0
+
+
+def test_without_prefix_caching_nothing_is_remembered() -> None:
+    cache = Cache(num_pages=4, page_size=2, prefix_caching=False)
+    row = run(cache, [1, 2, 3, 4])
+    cache.check_invariants([row])
+    assert cache.count_cached(ids(1, 2, 3).tobytes()) == 0
+    cache.release(row)
+    assert numbers(cache) == (4, 0, 0)
+
+
+def test_groups_have_their_own_pages() -> None:
+    cache = Cache(num_pages=(4, 6), page_size=2)
+    assert (cache.num_pages, cache.max_columns, cache.num_available_columns) == (10, 4, 4)
+    row = run(cache, [1, 2, 3])
+    assert [len(table) for table in row.tables] == [2, 2]
+    assert numbers(cache) == (6, 0, 4)
+    cache.release(row)
+    assert numbers(cache) == (8, 2, 0)
+    again = cache.match(ids(1, 2, 3).tobytes())
+    assert [len(table) for table in again.tables] == [1, 1]
+    assert cache.reserve(again, 8)
+    assert not cache.reserve(again, 10)
+    cache.check_invariants([again])
+
+
+@pytest.mark.parametrize("num_pages", [12, (12, 14)])
+def test_random_rows_keep_the_books_in_order(num_pages: int | tuple[int, int]) -> None:
+    """Pages of a prefix always are those that were filled with it; nothing leaks."""
+    choice = random.Random(5)
+    cache = Cache(num_pages=num_pages, page_size=2)
+    rows: list[tuple[RowPages, array[int]]] = []
+    filled: dict[tuple[int, int], tuple[int, ...]] = {}  # group, page -> the tokens up to its end
+    for _ in range(1500):
+        if rows and choice.random() < 0.5:
+            row, tokens = rows[choice.randrange(len(rows))]
+            if choice.random() < 0.5:
+                cache.release(row)
+                rows = [each for each in rows if each[0] is not row]
+            elif cache.reserve(row, len(tokens)):
+                first = row.num_shared
+                for group, table in enumerate(row.tables):
+                    for column in range(first, len(tokens) // 2):
+                        filled[group, table[column]] = tuple(tokens[: 2 * column + 2])
+                cache.commit(row, tokens, num_tokens=len(tokens))
+        else:
+            tokens = array("i", [choice.randrange(2) for _ in range(choice.randrange(1, 14))])
+            row = cache.match(tokens.tobytes())
+            for group, table in enumerate(row.tables):
+                for column, page in enumerate(table):
+                    assert filled[group, page] == tuple(tokens[: 2 * column + 2])
+            rows.append((row, tokens))
+        cache.check_invariants([row for row, _ in rows])
+    for row, _ in rows:
+        cache.release(row)
+    cache.flush()
+    assert cache.num_free_pages == cache.num_pages
