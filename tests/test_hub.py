@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,38 @@ def test_the_cache_works_in_a_fresh_process_with_the_variable_set(cache: Path) -
     assert done.stdout.split() == [str(cache / "models--acme--rocket-1b" / "snapshots" / COMMIT), "False"]
 
 
+def test_a_broken_network_falls_back_on_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    real = huggingface_hub.snapshot_download
+
+    def without_network(*arguments: Any, local_files_only: bool, **named: Any) -> Any:
+        if not local_files_only:
+            raise RuntimeError("no route to host")
+        return real(*arguments, local_files_only=True, **named)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", without_network)
+    snapshot = cache / "models--acme--rocket-1b" / "snapshots" / COMMIT
+    assert hub.resolve("acme/rocket-1b", download_dir=str(cache)) == snapshot
+    with pytest.raises(ModelNotFound, match=r"acme/rocket-2b.*RuntimeError: no route to host"):
+        hub.resolve("acme/rocket-2b", download_dir=str(cache))
+
+
+def test_what_the_hub_refuses_is_not_looked_up_in_the_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def refuse(*arguments: Any, local_files_only: bool, **named: Any) -> Any:
+        assert not local_files_only
+        raise RevisionNotFoundError.__new__(RevisionNotFoundError)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelNotFound, match=r"revision 'v9': the repository has no such revision"):
+        hub.resolve("acme/rocket-1b", revision="v9", download_dir=str(cache))
+
+
 @pytest.mark.usefixtures("offline")
 def test_a_slip_of_the_pen_gets_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="Did you mean 'tiny'"):
@@ -120,7 +153,7 @@ def test_names_that_no_repository_has() -> None:
 def test_only_files_that_are_used_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The patterns that go to the hub, applied to the files of real repositories."""
     import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils._paths import filter_repo_objects
 
     asked = {}
 

@@ -7,6 +7,7 @@ fresh checkout; only their existence is checked.
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -133,6 +134,7 @@ def test_examples_run() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "examples" / "quickstart.py")],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,

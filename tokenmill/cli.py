@@ -7,6 +7,7 @@ and what they mean is decided there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -288,7 +289,9 @@ def _chat(options: argparse.Namespace) -> int:
 def _typed_lines() -> Iterator[str]:
     """What the user sends, line by line, until the end of input."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  (gives input() its line editing)
+        # Gives input() its line editing; some builds of Python come without it.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else input()

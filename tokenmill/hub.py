@@ -6,6 +6,7 @@ Knows nothing of what is in the files, and imports no torch.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from tokenmill.errors import InvalidArgument, ModelNotFound, did_you_mean
@@ -65,9 +66,9 @@ def _neighbour(path: Path) -> str:
 
 def _download(name: str, *, revision: str | None, download_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
+    def fetch(*, local_files_only: bool) -> Path:
         return Path(
             snapshot_download(
                 name,
@@ -75,14 +76,30 @@ def _download(name: str, *, revision: str | None, download_dir: str | None) -> P
                 cache_dir=download_dir,
                 allow_patterns=_PATTERNS,
                 ignore_patterns=_OTHER_LAYOUTS,
+                local_files_only=local_files_only,
             )
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+
+    try:
+        return fetch(local_files_only=False)
+    except Exception as error:  # each version of the hub's client has its own for a missing network
+        if not _is_final(error):
+            with suppress(LocalEntryNotFoundError):
+                return fetch(local_files_only=True)
         where = f" at revision {revision!r}" if revision is not None else ""
         raise ModelNotFound(
             f"model_path={name!r} is no folder here, no bundled model ({', '.join(BUNDLED)}), and could not "
             f"be had from the hub{where}: {_reason(error)}{did_you_mean(name, BUNDLED)}"
         ) from error
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the hub was asked and said no, so that looking into the cache is no answer."""
+    from huggingface_hub import errors
+
+    return isinstance(
+        error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError | errors.HFValidationError
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -97,9 +114,9 @@ def _reason(error: Exception) -> str:
         return "the repository has no such revision."
     if isinstance(error, errors.HFValidationError):
         return "this is not a valid repository id (owner/name)."
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return (
             "it is not in the local cache, and the hub is off (HF_HUB_OFFLINE) or cannot be reached. "
             "Download it where there is a network, then give its folder or its cache as download_dir."
         )
-    return str(error)
+    return f"{type(error).__name__}: {error}"

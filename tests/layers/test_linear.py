@@ -54,7 +54,7 @@ def test_packing_replaces_linears_wherever_they_are() -> None:
     pack_linears(model)
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 3
-    assert torch.allclose(model["list"][0](x), expected[0], atol=1e-5)
+    assert torch.allclose(model.get_submodule("list.0")(x), expected[0], atol=1e-5)
     assert torch.allclose(model["tied"](x), expected[1], atol=1e-5)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 

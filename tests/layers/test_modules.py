@@ -46,14 +46,13 @@ def test_gated_mlp() -> None:
     layer = GatedMLP(8, 12, bias=True, dtype=FLOAT)
     randomize(layer)
     x = torch.randn(5, 8)
+    weights = {name: parameter.double() for name, parameter in layer.named_parameters()}
     gate, up = (
-        x.double() @ weight.double().T + bias.double()
-        for weight, bias in zip(
-            layer.gate_up_proj.weight.split(12), layer.gate_up_proj.bias.split(12), strict=True
-        )
+        x.double() @ weights["gate_up_proj.weight"][rows].T + weights["gate_up_proj.bias"][rows]
+        for rows in (slice(0, 12), slice(12, 24))
     )
     inner = gate / (1 + torch.exp(-gate)) * up
-    expected = inner @ layer.down_proj.weight.double().T + layer.down_proj.bias.double()
+    expected = inner @ weights["down_proj.weight"].T + weights["down_proj.bias"]
     assert torch.allclose(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -35,12 +35,13 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     def save(
         family: str, *, shard_size: str = "1GB", dtype: str = "float32", **settings: Any
     ) -> tuple[Path, Any]:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         folder = tmp_path / family
-        config = AutoConfig.for_model(family, **(SIZES | settings))
+        auto: Any = transformers.AutoModelForCausalLM
+        config = transformers.AutoConfig.for_model(family, **(SIZES | settings))
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = auto.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):  # transformers starts biases at zero and norms at one,
@@ -52,7 +53,7 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
             return folder, model
         # Read back, because casting a model casts its rotary frequencies, too.
         model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
-        return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return folder, auto.from_pretrained(folder, dtype=torch.float32).eval()
 
     return save
 

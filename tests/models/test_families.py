@@ -84,7 +84,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral window": ("mistral", {"sliding_window": 6}),
     "mistral window of one": ("mistral", {"sliding_window": 1}),
     "mistral wide heads": ("mistral", {"sliding_window": None, "head_dim": 32}),
-} | {
+}
+SETTINGS |= {
     f"{family} {name}": (family, rope(name) | ({"head_dim": 16} if family == "qwen3" else {}))
     for family in ("llama", "qwen2", "qwen3", "mistral")
     for name in ROPES
@@ -117,6 +118,13 @@ def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
             past, feed = output.past_key_values, [int(output.logits[0, -1].argmax())]
             tokens += feed
     return tokens
+
+
+def from_pretrained(folder: Path, **arguments: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    return model.eval()
 
 
 def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -184,15 +192,13 @@ def test_scalings_by_length_agree_beyond_the_original_context(
 def test_bfloat16_is_as_close_as_that_of_transformers(
     name: str, save_checkpoint: Save, open_engine: Open
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     family, settings = SETTINGS[name]
     folder, model = save_checkpoint(family, dtype="bfloat16", **settings)
     prompts = [random_prompt(60, seed=seed) for seed in range(8)]
     exact = torch.cat([reference_logits(model, prompt) for prompt in prompts])
     engine = open_engine(folder, num_rows=len(prompts), dtype="bfloat16")
     our_error = (torch.cat(engine.step(prompts)).float() - exact).norm()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = from_pretrained(folder, dtype=torch.bfloat16)
     their_error = (torch.cat([reference_logits(model, prompt) for prompt in prompts]) - exact).norm()
     assert their_error > 0
     assert our_error <= 1.5 * their_error
@@ -206,10 +212,8 @@ def test_a_bfloat16_checkpoint_runs_in_float32(save_checkpoint: Save, open_engin
 
 
 def test_overrides_change_the_model_as_in_transformers(save_checkpoint: Save, open_engine: Open) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder, _ = save_checkpoint("qwen2", num_hidden_layers=3)
-    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=2).eval()
+    model = from_pretrained(folder, num_hidden_layers=2)
     prompt = random_prompt(20)
     (ours,) = open_engine(folder, overrides={"num_hidden_layers": 2}).step([prompt])
     assert relative_difference(ours, reference_logits(model, prompt)) <= 1e-4

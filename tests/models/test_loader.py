@@ -134,11 +134,12 @@ def test_a_tied_head_may_be_stored(save_checkpoint: Save, open_engine: Open) -> 
 
 def test_a_stored_head_that_differs_wins_over_the_tie(save_checkpoint: Save, open_engine: Open) -> None:
     """transformers decides so, too."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     folder, _ = save_checkpoint("llama", tie_word_embeddings=True)
     change(folder, {"lm_head.weight": stored(folder, "model.embed_tokens.weight").flip(0).contiguous()})
-    assert logits_agree(open_engine(folder), AutoModelForCausalLM.from_pretrained(folder).eval())
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert logits_agree(open_engine(folder), model.eval())
 
 
 @pytest.mark.parametrize("tied", [True, False])

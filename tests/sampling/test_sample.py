@@ -17,6 +17,7 @@ pytestmark = pytest.mark.cpu
 Columns = Callable[..., SamplingColumns]
 RANDOM = SamplingNeeds(random=True, filters=False)
 FILTERED = SamplingNeeds(random=True, filters=True)
+LARGEST_R = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
 GREEDY = SamplingNeeds(random=False, filters=False)
 
 
@@ -171,6 +172,31 @@ def test_top_p_keeps_a_token_if_the_mass_before_it_is_below(make_columns: Column
     ):
         tokens = sample(logits_RV, make_columns(400, top_p=top_p, seed=torch.arange(400)), FILTERED)
         assert set(tokens.tolist()) == survivors
+
+
+@pytest.mark.parametrize("vocab_size", [4, 1000, 20_000])
+def test_top_p_drops_a_token_if_the_mass_before_it_is_just_the_limit(
+    make_columns: Columns, monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    monkeypatch.setattr(torch_draw, "uniforms", lambda *_: LARGEST_R)  # draws the last survivor
+    for top_p in (0.25, 0.5, 0.75):
+        tokens = sample(torch.zeros((1, vocab_size)), make_columns(1, top_p=top_p), FILTERED)
+        assert tokens.tolist() == [vocab_size * top_p - 1]
+
+
+@pytest.mark.parametrize("vocab_size", [6, 20_000])
+def test_min_p_parts_tokens_of_nearly_the_same_probability(
+    make_columns: Columns, monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    monkeypatch.setattr(torch_draw, "uniforms", lambda *_: LARGEST_R)
+    logits_RV = torch.tensor([0.0, 0.995, 0.988]).repeat_interleave(vocab_size // 3 + 1)[None, :vocab_size]
+    logits_RV = torch.where(logits_RV == 0, logits_RV, logits_RV.log())
+    for min_p, last in (
+        (0.98, vocab_size - 1),
+        (0.99, 2 * (vocab_size // 3 + 1) - 1),
+        (0.999, vocab_size // 3),
+    ):
+        assert sample(logits_RV, make_columns(1, min_p=min_p), FILTERED).tolist() == [last]
 
 
 def test_min_p_is_relative_to_the_most_likely_token(make_columns: Columns) -> None:

@@ -72,7 +72,8 @@ class CoreProcess:
         self._deliver = deliver
         self._died = died
         self._process, self._pipe = _spawn()
-        self._state = threading.Lock()
+        # Reentrant: the garbage collector may cancel or close while this thread holds it.
+        self._state = threading.RLock()
         self._ended: BaseException | None = None  # why no more messages are taken
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0

@@ -145,13 +145,13 @@ def _uses_filters(top_k, top_p, min_p, vocab_size):
 
 @triton.jit
 def _target(seed, position, total):
-    """floor(u * total), below the total; u in [0, 1) is a function of seed and position."""
+    """floor(u * total); u in [0, 1) is a function of seed and position."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, low, high, 0, 0)
     bits = (first >> 5).to(tl.int64) * 67108864 + (second >> 6).to(tl.int64)
     uniform = bits.to(tl.float64) * 1.1102230246251565e-16  # 2**-53
-    return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    return (uniform * total.to(tl.float64)).to(tl.int64)
 
 
 # ── whole vocabulary ──────────────────────────────────────────────────────────────────────────
@@ -247,7 +247,7 @@ def _draw_plain(logits, vocab_size, scale, seed, position, blocks, block_maxima,
     weight = tl.sum(tl.where(blocks == hit, weights, 0), 0)
     block_sum = tl.sum(tl.where(blocks == hit, block_sums, 0), 0)
     within = target - tl.sum(tl.where(blocks < hit, weights, 0), 0)
-    # From the row's scale to the block's own, finer one.
+    # From the row's scale to the block's own, finer one; here rounding may reach the sum.
     local = within.to(tl.float64) * block_sum.to(tl.float64) / tl.maximum(weight, 1).to(tl.float64)
     local_target = tl.minimum(local.to(tl.int64), block_sum - 1)
     ids = hit * BLOCK + tl.arange(0, BLOCK)

@@ -71,7 +71,8 @@ def _num_pages(spec: ModelSpec, step_bytes: int, *, config: EngineConfig, placem
     if num_pages < 1:
         raise InvalidArgument(
             f"no memory is left for keys and values on {placement.device}: a page of "
-            f"{config.page_size} tokens takes {page_bytes} bytes; use a smaller model or chunked_prefill_size, or free the device"
+            f"{config.page_size} tokens takes {page_bytes} bytes; use a smaller model or "
+            "chunked_prefill_size, or free the device"
         )
     return num_pages
 

@@ -186,8 +186,8 @@ def _pick(weights_RL: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
 
 
 def _targets(uniforms_R: torch.Tensor, totals_R: torch.Tensor) -> torch.Tensor:
-    """floor(u * total), below the total even where the product was rounded up to it."""
-    return torch.minimum((uniforms_R * totals_R.to(torch.float64)).to(torch.int64), totals_R - 1)
+    """floor(u * total). Rounding never lifts it to the total: u is at most 1 - 2**-53."""
+    return (uniforms_R * totals_R.to(torch.float64)).to(torch.int64)
 
 
 def _draw_plain(rows: _Rows) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _draw_plain(rows: _Rows) -> torch.Tensor:
     weight_R1 = weights_RN.gather(1, hit_R1)
     within_R1 = targets_R[:, None] - (weights_RN.cumsum(1).gather(1, hit_R1) - weight_R1)
     sum_R1 = rows.block_sums_RN.gather(1, hit_R1)
-    # From the row's scale to the block's own, finer one.
+    # From the row's scale to the block's own, finer one; here rounding may reach the sum.
     local_R1 = (
         within_R1.to(torch.float64) * sum_R1.to(torch.float64) / weight_R1.clamp(min=1).to(torch.float64)
     )
