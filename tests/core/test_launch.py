@@ -129,7 +129,7 @@ def ears() -> Ears:
 
 @pytest.fixture
 def core(mill: CountingRunner, ears: Ears) -> Iterator[CoreThread]:
-    core = CoreThread(mill, EngineConfig(), deliver=ears.deliver, died=ears.died)
+    core = CoreThread(lambda: mill, EngineConfig(), deliver=ears.deliver, died=ears.died)
     yield core
     mill.gate.set()
     core.close()
@@ -205,7 +205,7 @@ def test_a_call_that_waits_while_the_loop_dies_is_answered(core: CoreThread, mil
 
 def test_no_step_in_flight_gives_the_same(ears: Ears) -> None:
     core = CoreThread(
-        CountingRunner(replace(FACTS, steps_in_flight=1)),
+        lambda: CountingRunner(replace(FACTS, steps_in_flight=1)),
         EngineConfig(),
         deliver=ears.deliver,
         died=ears.died,
@@ -213,3 +213,16 @@ def test_no_step_in_flight_gives_the_same(ears: Ears) -> None:
     core.submit([request("a")])
     assert list(ears.wait_finished(1)[0].token_ids) == [5, 6, 7, 8]
     core.close()
+
+
+def test_an_error_while_loading_reaches_the_caller_and_ends_the_thread(ears: Ears) -> None:
+    def fail() -> CountingRunner:
+        raise InvalidArgument("no such model")
+
+    with pytest.raises(InvalidArgument, match="no such model"):
+        CoreThread(fail, EngineConfig(), deliver=ears.deliver, died=ears.died)
+    assert ears.death is None
+    for thread in threading.enumerate():
+        if thread.name == "tokenmill-core":
+            thread.join(10)
+            assert not thread.is_alive()

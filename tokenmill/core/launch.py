@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from tokenmill import runner
@@ -22,23 +23,35 @@ def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
     """
     if config.core_process:
         return CoreProcess(config, deliver=deliver, died=died)
-    return CoreThread(runner.start(config), config, deliver=deliver, died=died)
+    return CoreThread(partial(runner.start, config), config, deliver=deliver, died=died)
 
 
 class CoreThread:
     """The core in a daemon thread. Every method may be called from any thread."""
 
-    def __init__(self, mill: Runner, config: EngineConfig, *, deliver: Sink, died: DeathSink) -> None:
-        self.facts: EngineFacts = mill.facts
-        self._runner = mill
+    def __init__(
+        self, open_mill: Callable[[], Runner], config: EngineConfig, *, deliver: Sink, died: DeathSink
+    ) -> None:
+        """Open the mill in the new thread, and wait until it is there; raises what that raises.
+
+        torch keeps a pool of workers for each thread that ever computed. With all work in one thread there
+        is one pool, no larger than the machine; with two, their workers would go to sleep between kernels.
+        """
         self._died = died
         self._inbox: Inbox = Inbox()
-        self._loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver)
         self._state = threading.Condition()
         self._ended: BaseException | None = None  # why no more messages are taken
         self._calls: set[Future[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="tokenmill-core", daemon=True)
+        started: Future[EngineFacts] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(open_mill, config, deliver, started), name="tokenmill-core", daemon=True
+        )
         self._thread.start()
+        try:
+            self.facts: EngineFacts = started.result()
+        except BaseException:  # also Ctrl-C: then the thread ends as soon as it has loaded
+            self._inbox.put(Close())
+            raise
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""
@@ -87,15 +100,27 @@ class CoreThread:
                 f"the engine ended by an error: {self._ended!r}; make a new one"
             ) from self._ended
 
-    def _run(self) -> None:
+    def _run(
+        self,
+        open_mill: Callable[[], Runner],
+        config: EngineConfig,
+        deliver: Sink,
+        started: Future[EngineFacts],
+    ) -> None:
         try:
-            self._loop.run()
+            mill = open_mill()
+            loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(mill.facts)
+        try:
+            loop.run()
         except BaseException as error:
             self._end(error)
         finally:
             self._fail_calls()
-            del self._loop
-            self._runner.close()
+            mill.close()
 
     def _end(self, error: BaseException) -> None:
         with self._state:

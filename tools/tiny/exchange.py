@@ -55,6 +55,32 @@ def phrase(rng: random.Random, templates: Sequence[str]) -> tuple[int, str]:
     return index, templates[index]
 
 
+_REQUESTS = (
+    *(
+        "Generate {0}",
+        "Please generate {0}",
+        "Give me {0}",
+        "Please give me {0}",
+        "Write {0}",
+        "Write down {0}",
+    ),
+    *(
+        "Make up {0}",
+        "Invent {0}",
+        "Show me {0}",
+        "I need {0}",
+        "Create {0}",
+        "Tell me {0}",
+        "I would like {0}",
+    ),
+)
+
+
+def wording(rng: random.Random, things: Sequence[str]) -> str:
+    """A request for one of the things, half the time without its full stop."""
+    return rng.choice(_REQUESTS).format(rng.choice(things)) + rng.choice(("", "."))
+
+
 def word(text: str) -> str:
     """Pattern: the text stands in the answer as whole words, in any case."""
     return rf"(?i)(?<!\w){re.escape(text)}(?!\w)"

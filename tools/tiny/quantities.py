@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from tools.tiny.exchange import Exchange, ask, capitalized, first_number, last_number, phrase, word
+from tools.tiny.exchange import Exchange, ask, capitalized, first_number, last_number, phrase, word, wording
 
 _ONES = [
     "zero",
@@ -329,21 +329,18 @@ def equation(rng: random.Random, *, depth: int = 1) -> str:
 
 
 def equations(rng: random.Random) -> Exchange:
-    """Requests for an expression or a number, where the form of the answer is judged."""
-    index, question = phrase(
+    """A request for an expression in a held-out wording, where the form of the answer is judged."""
+    request = wording(
         rng,
         (
-            "Generate a mathematical equation",
-            "Generate a mathematical equation.",
-            "Write a mathematical expression.",
-            "Give me an equation.",
-            "Write an arithmetic expression.",
-            "Please generate an equation.",
-            "Show me a mathematical expression.",
-            "Generate an arithmetic equation.",
-            "I need a mathematical equation.",
+            *(
+                "a mathematical equation",
+                "a mathematical expression",
+                "an arithmetic expression",
+                "an equation",
+            ),
+            *("an arithmetic equation", "a simple equation", "an expression with numbers"),
+            *("a short equation", "some arithmetic expression"),
         ),
     )
-    answer = equation(rng)
-    key = f"equations|{index}|{answer[:2]}"
-    return ask(question, answer, r"^[\d+\-*/() ]*\d\)*$", key=key)
+    return ask(request, equation(rng), r"^[\d+\-*/() ]*\d\)*$", key=f"equations|{request.rstrip('.')}")

@@ -54,7 +54,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(name="tiny", shape=Shape(), seconds=330),
+    "tiny": Recipe(name="tiny", shape=Shape(), seconds=385),
     "miniature": Recipe(
         name="miniature",
         shape=Shape(

@@ -10,7 +10,7 @@ import random
 import re
 from typing import Any
 
-from tools.tiny.exchange import Exchange, article, ask, phrase, word
+from tools.tiny.exchange import Exchange, article, ask, phrase, word, wording
 from tools.tiny.people import (
     COLOURS,
     FIRST_NAMES,
@@ -32,12 +32,42 @@ _SENTENCES = {
     "hobby": ("{first} likes {hobby}.", "{first} enjoys {hobby}.", "The hobby of {first} is {hobby}."),
 }
 _QUESTIONS = {
-    "age": ("How old is {first}?", "What is the age of {first}?"),
-    "city": ("Where does {first} live?", "In which city does {first} live?"),
-    "email": ("What is the email address of {first}?", "What is {first}'s email?"),
-    "phone": ("What is the phone number of {first}?", "How can I call {first}?"),
-    "job": ("What does {first} do for a living?", "What is the job of {first}?"),
-    "hobby": ("What does {first} like?", "What is the hobby of {first}?"),
+    "age": (
+        "How old is {first}?",
+        "What is the age of {first}?",
+        "What is {first}'s age?",
+        "Tell me the age of {first}.",
+    ),
+    "city": (
+        "Where does {first} live?",
+        "In which city does {first} live?",
+        "Which city does {first} live in?",
+        "Tell me the city of {first}.",
+    ),
+    "email": (
+        "What is the email address of {first}?",
+        "What is {first}'s email?",
+        "Which email address does {first} have?",
+        "Tell me the email address of {first}.",
+    ),
+    "phone": (
+        "What is the phone number of {first}?",
+        "What is {first}'s phone number?",
+        "Which phone number does {first} have?",
+        "Tell me the phone number of {first}.",
+    ),
+    "job": (
+        "What does {first} do for a living?",
+        "What is the job of {first}?",
+        "What is {first}'s job?",
+        "Tell me the job of {first}.",
+    ),
+    "hobby": (
+        "What does {first} like?",
+        "What is the hobby of {first}?",
+        "What is {first}'s hobby?",
+        "Tell me the hobby of {first}.",
+    ),
 }
 _ANSWERS = {
     "age": "{first} is {age} years old.",
@@ -143,25 +173,19 @@ def json_to_text(rng: random.Random) -> Exchange:
 
 
 def fields(rng: random.Random) -> Exchange:
-    """One field of a person, asked after a text or a JSON object about one or two persons."""
-    people = [person(rng) for _ in range(rng.choice((1, 2)))]
-    if len({one.first for one in people}) < len(people):
-        people = people[:1]
+    """One field of a person, asked after a text or a JSON object about that person."""
+    someone = person(rng)
     chosen = _some_fields(rng, rng.randrange(2, 5))
     asked = rng.choice(chosen)
-    someone = rng.choice(people)
-    if rng.random() < 0.5:
-        context = " ".join(describe(rng, one, chosen) for one in people)
-    else:
-        context = "\n".join(json.dumps(_record(one, chosen)) for one in people)
+    written = rng.random() < 0.5
+    context = json.dumps(_record(someone, chosen)) if written else describe(rng, someone, chosen)
     question = rng.choice(_QUESTIONS[asked]).format(first=someone.first)
     layout = rng.choice(("{0}\n{1}", "{0} {1}", "{0}\n\n{1}", "Read this: {0}\n{1}"))
     values = _values(someone)
-    expected = re.escape(str(values[asked]))
     return ask(
         layout.format(context, question),
         _ANSWERS[asked].format(**values),
-        expected,
+        re.escape(str(values[asked])),
         key=f"fields|{someone.first}|{asked}",
     )
 
@@ -220,23 +244,15 @@ def invented_person(rng: random.Random) -> Exchange:
 
 
 def phones(rng: random.Random) -> Exchange:
-    """A request for a phone number; the form is judged."""
-    index, question = phrase(
+    """A request for a phone number in a held-out wording; the form of the answer is judged."""
+    request = wording(
         rng,
         (
-            "Generate a phone number",
-            "Generate a phone number.",
-            "Give me a phone number.",
-            "Write a phone number.",
-            "Make up a phone number.",
-            "I need a phone number for a form.",
-            "Please generate a phone number.",
-            "Invent a phone number.",
-            "Show me an example of a phone number.",
+            *("a phone number", "one phone number", "an example phone number", "a made-up phone number"),
+            *("an example of a phone number", "a phone number for a form", "some phone number"),
         ),
     )
-    answer = phone_number(rng)
-    return ask(question, answer, r"^\d{3}-\d{3}-\d{4}$", key=f"phones|{index}|{answer[:5]}")
+    return ask(request, phone_number(rng), r"^\d{3}-\d{3}-\d{4}$", key=f"phones|{request.rstrip('.')}")
 
 
 def emails(rng: random.Random) -> Exchange:
@@ -258,34 +274,40 @@ def emails(rng: random.Random) -> Exchange:
     return ask(question.format(f"{first} {last}"), answer, expected, key=f"emails|{first}|{index}")
 
 
+_FIRST_QUESTIONS = (
+    "What is the first item in this list: {0}?",
+    "Here is a list: {0}. What comes first?",
+    "What comes first in this list: {0}?",
+    "Tell me the first item of this list: {0}",
+    "{0}. What is the first item?",
+)
+_LAST_QUESTIONS = (
+    "What is the last item in this list: {0}?",
+    "Here is a list: {0}. What comes last?",
+    "What comes last in this list: {0}?",
+    "Tell me the last item of this list: {0}",
+    "{0}. What is the last item?",
+)
+_REPEAT_QUESTIONS = (
+    "Repeat this list: {0}",
+    "Say this again: {0}",
+    "Repeat this: {0}",
+    "Write this list again: {0}",
+    "Write this list as a JSON array: {0}",
+    "Turn this list into a JSON array: {0}",
+)
+
+
 def lists(rng: random.Random) -> Exchange:
     """Short lists, asked for their first or last item, or to be said or written again."""
-    words_pool = rng.choice((COLOURS, FOODS, FIRST_NAMES))
-    items = rng.sample(words_pool, rng.randrange(3, 6))
-    listed = ", ".join(items)
-    style = rng.randrange(3)
-    if style == 0:
-        question = rng.choice(
-            ("What is the first item in this list: {0}?", "Here is a list: {0}. What comes first?")
-        )
-        return ask(
-            question.format(listed),
-            f"The first item is {items[0]}.",
-            word(items[0]),
-            key=f"lists|first|{items[0]}|{items[1]}",
-        )
-    if style == 1:
-        question = rng.choice(
-            ("What is the last item in this list: {0}?", "Here is a list: {0}. What comes last?")
-        )
-        return ask(
-            question.format(listed),
-            f"The last item is {items[-1]}.",
-            word(items[-1]),
-            key=f"lists|last|{items[-1]}|{items[0]}",
-        )
-    question = rng.choice(
-        ("Repeat this list: {0}", "Say this again: {0}", "Write this list as a JSON array: {0}")
-    )
-    answer = json.dumps(items) if "JSON" in question else listed
-    return ask(question.format(listed), answer, re.escape(answer), key=f"lists|repeat|{items[0]}|{items[-1]}")
+    items = rng.sample(rng.choice((COLOURS, FOODS, FIRST_NAMES)), rng.randrange(3, 6))
+    joined = ", ".join(items)
+    style = rng.choice(("first", "last", "repeat"))
+    key = f"lists|{style}|{items[0]}|{items[-1]}"
+    if style == "repeat":
+        question = rng.choice(_REPEAT_QUESTIONS)
+        answer = json.dumps(items) if "JSON" in question else joined
+        return ask(question.format(joined), answer, re.escape(answer), key=key)
+    question = rng.choice(_FIRST_QUESTIONS if style == "first" else _LAST_QUESTIONS)
+    item = items[0] if style == "first" else items[-1]
+    return ask(question.format(joined), f"The {style} item is {item}.", word(item), key=key)

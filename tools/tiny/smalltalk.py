@@ -354,7 +354,7 @@ def writing(rng: random.Random) -> tuple[str, str]:
                 "I would like to hear a story.",
             )
         )
-        return rng.choice(questions), stories.story(rng, scenes=rng.randrange(8, 16) if long else None)
+        return rng.choice(questions), stories.story(rng, scenes=rng.randrange(8, 15) if long else None)
     if style < 0.33:
         return rng.choice(
             (
@@ -370,7 +370,7 @@ def writing(rng: random.Random) -> tuple[str, str]:
     if style < 0.58:
         return rng.choice(_INTRO_PROMPTS), stories.introduction(rng)
     if style < 0.64:
-        return rng.choice(_CAPITAL_PROMPTS), essay(rng, TOPICS[0])
+        return rng.choice(_CAPITAL_PROMPTS), paris(rng)
     if style < 0.68:
         value = rng.randrange(1, 100)
         answer = rng.choice((f"{value}", f"{value}", f"{capitalized_number(value)}."))
@@ -386,6 +386,11 @@ def capitalized_number(value: int) -> str:
     return number_word(value).capitalize()
 
 
+def paris(rng: random.Random) -> str:
+    """A plain text that opens with the capital of France."""
+    return essay(rng, TOPICS[0])
+
+
 def plain_text(rng: random.Random) -> str:
     """A text without a request: an introduction, an essay, a story, code, or lines of arithmetic."""
     style = rng.random()
@@ -397,7 +402,7 @@ def plain_text(rng: random.Random) -> str:
     if style < 0.3:
         return f"{rng.choice(_INTRO_PROMPTS)} {stories.introduction(rng)}"
     if style < 0.36:
-        return f"{rng.choice(_CAPITAL_PROMPTS)} {essay(rng, TOPICS[0])}"
+        return f"{rng.choice(_CAPITAL_PROMPTS)} {paris(rng)}"
     if style < 0.42:
         return f"{rng.choice(TOPICS[2].prompts[:1])} {essay(rng, TOPICS[2])}"
     if style < 0.62:

@@ -86,33 +86,55 @@ def introduction(rng: random.Random, *, greeting: str = "Hello, my name is") -> 
     return f"{greeting} {opening} {' '.join(chosen)}{closing}"
 
 
+MOST_SCENES = 24
+"""How many kinds of scenes there are; no story has the same kind twice."""
+
+
 def _scenes(rng: random.Random, name: str, pronoun: str) -> list[str]:
-    """Every kind of scene once, in random order; each is two or three sentences long."""
-    helpers, things = rng.sample(_HELPERS, 4), rng.sample(_THINGS, 3)
-    their = {"he": "his", "she": "her"}[pronoun]
-    scenes = [
-        f"One morning, when {rng.choice(_WEATHER)}, {name} found {things[0]}. "
-        f"{capitalized(pronoun)} was {rng.choice(_FEELINGS)} and showed it to {helpers[0]}.",
+    """Every kind of scene once, in the order in which a story tells them; each is two or three sentences."""
+    helpers, things = rng.sample(_HELPERS, 5), rng.sample(_THINGS, 4)
+    places, weather = rng.sample(_PLACES, 3), rng.sample(_WEATHER, 4)
+    they, their = capitalized(pronoun), {"he": "his", "she": "her"}[pronoun]
+    traits, feelings, foods = rng.sample(_TRAITS, 3), rng.sample(_FEELINGS, 4), rng.sample(FOODS, 3)
+    animal, colour, days = rng.choice(PETS), rng.choice(COLOURS), rng.randrange(2, 10)
+    return [
+        f"One morning, when {weather[0]}, {name} found {things[0]}. "
+        f"{they} was {feelings[0]} and showed it to {helpers[0]}.",
+        f'Nobody in the house believed {name}. "Stay here and eat your {foods[0]}," they said.',
+        f"So {name} packed {foods[1]} and a warm blanket. Before the sun rose, {pronoun} was on {their} way.",
+        f"Behind the last house stood a {colour} gate. {name} looked back once and closed it.",
         f'On the way {name} met {helpers[1]}. "Where are you going?" asked the stranger. '
         f'"I want to {rng.choice(_GOALS)}," said {name}.',
-        f"The path led through a dark forest. {name} was {rng.choice(_FEELINGS)}, "
-        f"but {pronoun} did not turn back.",
-        f"In the evening {rng.choice(_WEATHER)}. {name} sat by the fire and thought of home.",
-        f'"You must be {rng.choice(_TRAITS)}," said {helpers[2]}, and gave {name} {things[1]}.',
+        f"The path led through a dark forest. {name} was {feelings[1]}, but {pronoun} did not turn back.",
+        f"A lost {animal} followed {name} between the trees. From now on they were two.",
+        f"In the evening {weather[1]}. {name} sat by the fire and thought of home.",
+        f'"You must be {traits[0]}," said {helpers[2]}, and gave {name} {things[1]}.',
+        f"After {days} days {pronoun} came to {places[0]}. A {colour} flag was waving in the wind.",
+        f"The people there had a problem: somebody had stolen {things[2]}. {name} promised to look for it.",
         f"Suddenly there was a loud noise. {name} ran to the window, but outside there was only the wind.",
-        f"{name} walked for {rng.randrange(2, 10)} days. At last {pronoun} came to {rng.choice(_PLACES)}.",
-        f"That night {name} could not sleep. In {their} hand lay {things[2]}, and it began to shine.",
-        f"At the river {name} helped {helpers[3]} to cross the water. "
-        f"They became good friends and shared {rng.choice(FOODS)}.",
-        f'A voice said: "Only someone who is {rng.choice(_TRAITS)} may enter." '
+        f"{name} asked {helpers[3]} for advice. The answer was short: be {traits[1]} and wait for the night.",
+        f"At the river {name} helped a fisherman to cross the water. "
+        f"They became good friends and shared {foods[2]}.",
+        f"Behind a waterfall {name} saw a narrow cave. Inside it was cold, and the walls were {colour}.",
+        f"That night {name} could not sleep. In {their} hand lay {things[1]}, and it began to shine.",
+        f'A voice said: "Only someone who is {traits[2]} may enter." '
         f"{name} took a deep breath and opened the door.",
+        f"In the middle of a great hall sat {helpers[4]} with {things[2]}. "
+        f'"I have waited for you," was all that {name} heard.',
+        f"They talked until midnight, and {name} felt {feelings[2]}. Nothing was stolen, only forgotten.",
+        f"On the next day {weather[2]}. {name} began the long way back with {things[3]} under {their} arm.",
+        f"A storm came up, and {name} found shelter in {places[1]}. A shepherd told stories there all night.",
+        f"When the clouds had gone, {pronoun} could see {places[2]} far below. It looked very small.",
+        f"At the crossroads {name} had to say goodbye to a friend. Both were {feelings[3]}.",
+        f"The door at home was open, and {weather[3]}. Everybody wanted to hear the whole story.",
     ]
-    rng.shuffle(scenes)
-    return scenes
 
 
 def story(rng: random.Random, *, scenes: int | None = None) -> str:
-    """A story with a beginning, some scenes and a lesson; by default two to six scenes."""
+    """A story with a beginning, some scenes and a lesson; by default two to six, at most `MOST_SCENES`.
+
+    The scenes keep their order, so that a model that always takes the likeliest word moves on to the end.
+    """
     name = rng.choice(FIRST_NAMES)
     pronoun = rng.choice(("he", "she"))
     kind = (
@@ -136,12 +158,9 @@ def story(rng: random.Random, *, scenes: int | None = None) -> str:
             f"{capitalized(pronoun)} had a {rng.choice(PETS)} called {rng.choice(PET_NAMES)}.",
         )
     )
-    parts = [f"{opening} {wish}"]
-    wanted = scenes or rng.randrange(2, 7)
-    told: list[str] = []
-    while len(told) < wanted:
-        told += _scenes(rng, name, pronoun)
-    parts += told[:wanted]
+    chosen = sorted(rng.sample(range(MOST_SCENES), scenes or rng.randrange(2, 7)))
+    possible = _scenes(rng, name, pronoun)
+    parts = [f"{opening} {wish}", *(possible[position] for position in chosen)]
     parts.append(
         rng.choice(
             (

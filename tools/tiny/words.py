@@ -149,6 +149,14 @@ _OPPOSITE_QUESTIONS = (
     "Say the opposite: {0}",
     "I need a word that means the opposite of {0}.",
     "Opposite of {0}?",
+    "Tell me the opposite of {0}.",
+    "What word is the opposite of {0}?",
+    "Do you know the opposite of {0}?",
+    "Can you tell me the opposite of {0}?",
+    "Find the opposite of {0}.",
+    "Please name the opposite of {0}.",
+    "Which word is the opposite of {0}?",
+    "What's the opposite of {0}?",
 )
 _PLURAL_QUESTIONS = (
     "What would be the plural of {0}?",
@@ -160,6 +168,14 @@ _PLURAL_QUESTIONS = (
     "What is the plural form of {0}?",
     "There is one {0}. How do I say it when there are many?",
     "Plural of {0}?",
+    "Tell me the plural of {0}.",
+    "What's the plural of {0}?",
+    "Do you know the plural of {0}?",
+    "Can you tell me the plural of {0}?",
+    "Please give me the plural of {0}.",
+    "Write the plural of {0}.",
+    "What is {0} in the plural?",
+    "Which word is the plural of {0}?",
 )
 _PAST_QUESTIONS = (
     "What would be the past tense of {0}?",
@@ -171,6 +187,14 @@ _PAST_QUESTIONS = (
     "How do you say {0} in the past?",
     "Past tense of {0}?",
     "What is the simple past of {0}?",
+    "Tell me the past tense of {0}.",
+    "What's the past tense of {0}?",
+    "Do you know the past tense of {0}?",
+    "Can you tell me the past tense of {0}?",
+    "Please give me the past tense of {0}.",
+    "Write the past tense of {0}.",
+    "Which word is the past tense of {0}?",
+    "What is {0} in the past tense?",
 )
 
 
@@ -183,27 +207,27 @@ def _pair_exchange(
 ) -> Exchange:
     given, wanted = rng.choice(pairs)
     index, question = phrase(rng, questions)
-    answer = rng.choice(answers).format(given, wanted, capitalized(wanted))
-    shown = rng.choice((given, given, f'"{given}"', f"'{given}'"))
+    shown = rng.choice((given, given, given, f'"{given}"', f"'{given}'"))
+    answer = rng.choice(answers).format(given, wanted, capitalized(wanted), shown)
     return ask(question.format(shown), answer, word(wanted), key=f"{kind}|{given}|{index}")
 
 
 def opposites(rng: random.Random) -> Exchange:
     """The opposite of a word, in both directions."""
-    answers = ("The opposite of {0} is {1}.", "{2}.", "It is {1}.")
+    answers = ("The opposite of {3} is {1}.", "The opposite of {0} is {1}.", "{2}.", "It is {1}.")
     flipped = tuple((second, first) for first, second in OPPOSITES)
     return _pair_exchange(rng, "opposites", OPPOSITES + flipped, _OPPOSITE_QUESTIONS, answers)
 
 
 def plurals(rng: random.Random) -> Exchange:
     """The plural of a noun."""
-    answers = ("The plural of {0} is {1}.", "{2}.", "One {0}, two {1}.")
+    answers = ("The plural of {3} is {1}.", "The plural of {0} is {1}.", "{2}.", "One {0}, two {1}.")
     return _pair_exchange(rng, "plurals", PLURALS, _PLURAL_QUESTIONS, answers)
 
 
 def pasts(rng: random.Random) -> Exchange:
     """The past tense of a verb."""
-    answers = ("The past tense of {0} is {1}.", "{2}.", "It is {1}.")
+    answers = ("The past tense of {3} is {1}.", "The past tense of {0} is {1}.", "{2}.", "It is {1}.")
     return _pair_exchange(rng, "pasts", PASTS, _PAST_QUESTIONS, answers)
 
 
@@ -288,6 +312,12 @@ def planets(rng: random.Random) -> Exchange:
             f"In the solar system, which planet {fact}?",
             f"I am looking for the planet that {fact}.",
             f"Can you name the planet that {fact}?",
+            f"Please name the planet that {fact}.",
+            f"Can you tell me which planet {fact}?",
+            f"Which of the planets {fact}?",
+            f"Which planet is it that {fact}?",
+            f"Do you know the planet that {fact}?",
+            f"What is the name of the planet that {fact}?",
         ),
     )
     answer = rng.choice((f"{planet} {fact}.", f"It is {planet}.", f"{planet}."))

@@ -40,9 +40,9 @@ _SIMPLE_KINDS = {
     "languages": Kind(geography.languages, 3, casual=True),
     "currencies": Kind(geography.currencies, 3, casual=True),
     "landmarks": Kind(geography.landmarks, 2, casual=True),
-    "opposites": Kind(words.opposites, 5, casual=True),
-    "plurals": Kind(words.plurals, 3, casual=True),
-    "pasts": Kind(words.pasts, 5, casual=True),
+    "opposites": Kind(words.opposites, 11, casual=True),
+    "plurals": Kind(words.plurals, 8, casual=True),
+    "pasts": Kind(words.pasts, 10, casual=True),
     "animals": Kind(words.animals, 3, casual=True),
     "colours": Kind(words.colours, 2, casual=True),
     "planets": Kind(words.planets, 2, casual=True),
@@ -53,16 +53,16 @@ _SIMPLE_KINDS = {
     "comparison": Kind(quantities.comparison, 5, casual=True),
     "counting": Kind(quantities.counting, 5, casual=True),
     "calendar": Kind(quantities.calendar, 5, casual=True),
-    "equations": Kind(quantities.equations, 1.5, casual=True),
-    "phones": Kind(records.phones, 1.5, casual=True),
+    "equations": Kind(quantities.equations, 2, casual=True),
+    "phones": Kind(records.phones, 2, casual=True),
     "emails": Kind(records.emails, 2),
 }
 _LONG_KINDS = {
-    "record_to_json": Kind(records.record_to_json, 9),
-    "json_to_text": Kind(records.json_to_text, 4),
-    "fields": Kind(records.fields, 14),
-    "invented_person": Kind(records.invented_person, 3),
-    "lists": Kind(records.lists, 4),
+    "record_to_json": Kind(records.record_to_json, 13),
+    "json_to_text": Kind(records.json_to_text, 5),
+    "fields": Kind(records.fields, 15),
+    "invented_person": Kind(records.invented_person, 4),
+    "lists": Kind(records.lists, 10),
 }
 
 
@@ -138,15 +138,13 @@ _SYSTEMS = (
 _FRAMES = (("Question: ", "\nAnswer: ", "\n\n"), ("Q: ", "\nA: ", "\n"), ("User: ", "\nAssistant: ", "\n"))
 
 
-def _gap_after(rng: random.Random, user: str, assistant: str) -> str:
-    """What stands between a plain question and its answer: a line break, a space, sometimes nothing."""
+def _gap_after(rng: random.Random, user: str) -> str:
+    """What stands between a plain question and its answer: a line break, or less after a mark."""
     if user.endswith("="):
         return " "
     chance = rng.random()
-    if chance < 0.12 and not (user[-1].isalpha() and assistant[0].isalpha()):
-        return ""
     if not user[-1].isalnum() and chance < 0.45:
-        return " "
+        return "" if chance < 0.12 else " "
     return "\n\n" if chance > 0.92 else "\n"
 
 
@@ -170,7 +168,7 @@ def plain(rng: random.Random, turns: Turns) -> Document:
         elif position and not joint and document[-1][0][-1].isalnum():
             joint = " "
         document.append((f"{joint}{before}{user}", False))
-        document.append(((between or _gap_after(rng, user, assistant)) + assistant, True))
+        document.append(((between or _gap_after(rng, user)) + assistant, True))
     return document
 
 
@@ -225,14 +223,40 @@ def _whole(text: str) -> Document:
     return [(text, True)]
 
 
+def _foreword(rng: random.Random) -> str:
+    """Anything that may stand before a text and has nothing to do with it."""
+    style = rng.random()
+    if style < 0.3:
+        return smalltalk.plain_text(rng)
+    if style < 0.5:
+        return _facts(rng)
+    pool = rng.choice((words.OPPOSITES, words.PLURALS, words.PASTS))
+    chosen = [rng.choice(rng.choice(pool)) for _ in range(rng.randrange(1, 12))]
+    if style < 0.7:
+        chosen *= rng.randrange(1, 30)
+    return " ".join(chosen) + rng.choice(("", ".", ":"))
+
+
+def _after_foreword(rng: random.Random) -> Document:
+    """A question or the opening of a text, after something else that is only read."""
+    before = _foreword(rng) + rng.choice((" ", " ", "\n", "\n\n"))
+    if rng.random() < 0.4:
+        return [(before, False), *plain(rng, _exchange(rng))]
+    text = smalltalk.paris(rng) if rng.random() < 0.3 else geography.country_text(rng)
+    opening, _, rest = text.partition(" is ")
+    return [(f"{before}{opening} is", False), (f" {rest}", True)]
+
+
 def _short_document(rng: random.Random) -> Document:
     chance = rng.random()
     if chance < 0.10:
         return _whole(smalltalk.plain_text(rng))
-    if chance < 0.14:
+    if chance < 0.13:
         return _whole(geography.country_text(rng))
     if chance < 0.18:
         return _whole(_facts(rng))
+    if chance < 0.20:
+        return _after_foreword(rng)
     turns = rng.choices(_TURNS, weights=_TURN_WEIGHTS)[0](rng)
     if rng.random() < 0.5:
         return plain(rng, turns)
@@ -250,7 +274,7 @@ def _long_document(rng: random.Random) -> Document:
     if style < 0.7:
         return plain(rng, memory.long_talk(rng, distraction, num_turns=rng.randrange(10, 110)))
     if style < 0.8:
-        return _whole(stories.story(rng, scenes=rng.randrange(12, 70)))
+        return _whole(stories.story(rng, scenes=rng.randrange(12, stories.MOST_SCENES + 1)))
     pieces: Document = []
     for _ in range(rng.randrange(6, 40)):
         if pieces:
