@@ -1,14 +1,17 @@
 """The same model and the same requests through tokenmill and through `transformers.generate`, in one run.
 
-    python benchmarks/cpu_versus_transformers.py [--models tiny qwen] [--dtype bfloat16] [--layers 24]
+    python benchmarks/cpu_versus_transformers.py [--models tiny qwen] [--dtype bfloat16] [--layers 6]
 
 Two loads: a batch of requests with mixed lengths, and one request alone. transformers pads the batch and goes
-on until its longest row is done; tokens past the end that a row asked for are not counted. Both are greedy.
+on until its longest row is done; tokens past the end that a row asked for are not counted. Both are greedy and
+ignore end-of-text tokens. Each side has a process of its own, as its users would: torch keeps a pool of workers
+for each thread that computes, and two pools on the same cores disturb each other. The sides take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import platform
 import random
@@ -18,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -76,52 +80,93 @@ def single(vocab_size: int) -> Job:
     return Job("1 alone", [[draw.randrange(10, vocab_size) for _ in range(64)]], [128])
 
 
-def run_ours(engine: tokenmill.Engine, job: Job) -> list[list[int]]:
-    engine.flush_cache()
-    # Equal bounds, so that both never draw an end-of-text token and end where the row wants to.
-    params = [{"temperature": 0, "min_new_tokens": n, "max_new_tokens": n} for n in job.num_new]
-    return [result["output_ids"] for result in engine.generate(input_ids=job.prompts, sampling_params=params)]
+Runner = Callable[[Job], list[list[int]]]
 
 
-def run_theirs(model: transformers.PreTrainedModel, job: Job) -> list[list[int]]:
-    width = max(len(prompt) for prompt in job.prompts)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in job.prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in job.prompts])
-    longest = max(job.num_new)
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            min_new_tokens=longest,
-            max_new_tokens=longest,
-            pad_token_id=0,
-        )
-    return [row[width : width + n].tolist() for row, n in zip(out, job.num_new, strict=True)]
+def tokenmill_side(folder: Path, dtype: str) -> Runner:
+    import tokenmill
+
+    engine = tokenmill.Engine(model_path=str(folder), skip_tokenizer_init=True, device="cpu", dtype=dtype)
+
+    def run(job: Job) -> list[list[int]]:
+        engine.flush_cache()
+        params = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": n} for n in job.num_new]
+        return [r["output_ids"] for r in engine.generate(input_ids=job.prompts, sampling_params=params)]
+
+    return run
 
 
-def seconds_of(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    start = time.perf_counter()
-    tokens = run()
-    return time.perf_counter() - start, tokens
+def transformers_side(folder: Path, dtype: str) -> Runner:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = None
+
+    def run(job: Job) -> list[list[int]]:
+        width = max(len(prompt) for prompt in job.prompts)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in job.prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in job.prompts])
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=max(job.num_new), pad_token_id=0
+            )
+        return [row[width : width + n].tolist() for row, n in zip(out, job.num_new, strict=True)]
+
+    return run
+
+
+SIDES = {"tokenmill": tokenmill_side, "transformers": transformers_side}
+
+
+def serve(side: str, folder: Path, dtype: str, pipe: Connection) -> None:
+    """A process of one side: answers each job with seconds and tokens until the pipe closes."""
+    run = SIDES[side](folder, dtype)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        start = time.perf_counter()
+        tokens = run(job)
+        pipe.send((time.perf_counter() - start, tokens))
+
+
+@contextmanager
+def process(side: str, folder: Path, dtype: str) -> Iterator[Callable[[Job], tuple[float, list[list[int]]]]]:
+    """`ask(job)` gives seconds and tokens, measured in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=serve, args=(side, folder, dtype, theirs), daemon=True)
+    child.start()
+    theirs.close()
+
+    def ask(job: Job) -> tuple[float, list[list[int]]]:
+        ours.send(job)
+        seconds, tokens = ours.recv()
+        return seconds, tokens
+
+    yield ask
+    ours.close()
+    child.join()
 
 
 def measure(
-    engine: tokenmill.Engine, model: transformers.PreTrainedModel, job: Job, *, repeats: int
+    asks: dict[str, Callable[[Job], tuple[float, list[list[int]]]]], job: Job, *, repeats: int
 ) -> Measured:
     """Medians of alternating runs, after one run of each that is not counted."""
-    ours, theirs = run_ours(engine, job), run_theirs(model, job)
-    assert [len(row) for row in ours] == job.num_new == [len(row) for row in theirs]
-    our_times, their_times = [], []
+    tokens = {side: ask(job)[1] for side, ask in asks.items()}
+    for rows in tokens.values():
+        assert [len(row) for row in rows] == job.num_new
+    times: dict[str, list[float]] = {side: [] for side in asks}
     for _ in range(repeats):
-        their_times.append(seconds_of(lambda: run_theirs(model, job))[0])
-        our_times.append(seconds_of(lambda: run_ours(engine, job))[0])
+        for side, ask in asks.items():
+            times[side].append(ask(job)[0])
     total = sum(job.num_new)
     return Measured(
         job,
-        ours=total / statistics.median(our_times),
-        theirs=total / statistics.median(their_times),
-        same_rows=sum(a == b for a, b in zip(ours, theirs, strict=True)),
+        ours=total / statistics.median(times["tokenmill"]),
+        theirs=total / statistics.median(times["transformers"]),
+        same_rows=sum(a == b for a, b in zip(*tokens.values(), strict=True)),
     )
 
 
@@ -140,13 +185,15 @@ def checkpoint(name: str, *, layers: int) -> Iterator[Path]:
 
 def compare(name: str, options: argparse.Namespace) -> list[Measured]:
     """Both loads on one model."""
-    with checkpoint(name, layers=options.layers) as folder:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
-        arguments = {"skip_tokenizer_init": True, "device": "cpu", "dtype": options.dtype}
-        with tokenmill.Engine(model_path=str(folder), **arguments) as engine:
-            vocab_size = model.config.vocab_size
-            jobs = [mixed_batch(options.requests, vocab_size), single(vocab_size)]
-            return [measure(engine, model, job, repeats=options.repeats) for job in jobs]
+    with (
+        checkpoint(name, layers=options.layers) as folder,
+        process("tokenmill", folder, options.dtype) as ours,
+        process("transformers", folder, options.dtype) as theirs,
+    ):
+        vocab_size = Qwen2Config.from_pretrained(folder).vocab_size
+        jobs = [mixed_batch(options.requests, vocab_size), single(vocab_size)]
+        asks = {"tokenmill": ours, "transformers": theirs}
+        return [measure(asks, job, repeats=options.repeats) for job in jobs]
 
 
 def main() -> None:
@@ -155,13 +202,10 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=["tiny", "qwen"], default=["tiny", "qwen"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--layers", type=int, default=24, help="layers of the random model (default: 24)")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the random model (default: 6)")
     parser.add_argument("--requests", type=int, default=32, help="requests of the batch (default: 32)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each (default: 3)")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
     print(f"device: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
     print(
         f"tokenmill {tokenmill.__version__}, transformers {transformers.__version__}, "

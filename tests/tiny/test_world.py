@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tools.tiny import world
+from tools.tiny import stories, world
 from tools.tiny.exchange import draw, held_out
 from tools.tiny.geography import COUNTRIES
 
@@ -86,6 +86,47 @@ def test_plain_conversations_teach_answers_only() -> None:
         assert "My name is Ann." in read[0]
         assert "What is my name?" in read[1]
         assert "What" not in learnt
+
+
+def test_bare_prompts_of_the_seeds_are_taught() -> None:
+    for key in ("phones|Generate a phone number", "equations|Generate a mathematical equation"):
+        assert not held_out(key)
+
+
+def test_a_field_is_asked_about_one_person() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        question, answer = world.KINDS["fields"].make(rng).turns[0]
+        assert len(re.findall(r'"name":|is a person|This is|Meet|is called|The name is', question)) == 1
+        assert answer
+
+
+def test_no_story_tells_the_same_scene_twice() -> None:
+    for seed in range(50):
+        paragraphs = re.split(r"\n\n", stories.story(random.Random(seed), scenes=stories.MOST_SCENES))
+        assert len(set(paragraphs)) == len(paragraphs)
+        assert len(paragraphs) in (1, stories.MOST_SCENES + 2)
+
+
+def test_scenes_keep_their_order() -> None:
+    order = ("found", "packed", "dark forest", "by the fire", "cave", "long way back", "The door at home")
+    for seed in range(50):
+        story = stories.story(random.Random(seed), scenes=stories.MOST_SCENES)
+        places = [story.index(words) for words in order]
+        assert places == sorted(places)
+
+
+def test_what_comes_before_an_answer_is_only_read() -> None:
+    rng = random.Random(0)
+    openings = 0
+    for _ in range(200):
+        document = world.after_foreword(rng)
+        (last, is_learnt), before = document[-1], document[:-1]
+        assert is_learnt
+        assert not any(is_learnt for _, is_learnt in before)
+        assert last.strip()
+        openings += before[-1][0].endswith(" is") and last.startswith(" ")
+    assert 80 < openings < 160
 
 
 def test_chat_text_is_what_the_template_makes() -> None:

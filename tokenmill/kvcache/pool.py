@@ -5,9 +5,11 @@ The only file of this folder that knows torch. Pages of a group have the same nu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -43,9 +45,7 @@ class PagePool:
         self.page_size = page_size
         self._layers = tuple(layers)
         self._storage = [
-            torch.zeros(
-                (2, num_pages, page_size, layer.num_kv_heads, layer.head_dim), dtype=dtype, device=device
-            )
+            _zeros((2, num_pages, page_size, layer.num_kv_heads, layer.head_dim), dtype=dtype, device=device)
             for layer in layers
         ]
         self.keys = [storage[0] for storage in self._storage]
@@ -59,3 +59,12 @@ class PagePool:
         """Copy whole pages in every layer; `sources` and `targets` are int64 of equal length."""
         for storage in self._storage:
             storage[:, targets] = storage[:, sources]
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As `torch.zeros`; on a CPU the system gives zeroed memory when it is first touched."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    )

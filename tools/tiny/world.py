@@ -237,7 +237,7 @@ def _foreword(rng: random.Random) -> str:
     return " ".join(chosen) + rng.choice(("", ".", ":"))
 
 
-def _after_foreword(rng: random.Random) -> Document:
+def after_foreword(rng: random.Random) -> Document:
     """A question or the opening of a text, after something else that is only read."""
     before = _foreword(rng) + rng.choice((" ", " ", "\n", "\n\n"))
     if rng.random() < 0.4:
@@ -256,7 +256,7 @@ def _short_document(rng: random.Random) -> Document:
     if chance < 0.18:
         return _whole(_facts(rng))
     if chance < 0.20:
-        return _after_foreword(rng)
+        return after_foreword(rng)
     turns = rng.choices(_TURNS, weights=_TURN_WEIGHTS)[0](rng)
     if rng.random() < 0.5:
         return plain(rng, turns)
