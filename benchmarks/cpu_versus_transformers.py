@@ -2,10 +2,10 @@
 
     python benchmarks/cpu_versus_transformers.py [--models tiny qwen] [--dtype bfloat16] [--layers 6]
 
-Two loads: a batch of requests with mixed lengths, and one request alone. transformers pads the batch and goes
-on until its longest row is done; tokens past the end that a row asked for are not counted. Both are greedy and
-ignore end-of-text tokens. Each side has a process of its own, as its users would: torch keeps a pool of workers
-for each thread that computes, and two pools on the same cores disturb each other. The sides take turns.
+Two loads: a batch of requests with mixed lengths, and one request alone. transformers pads the batch and
+goes on until its longest row is done; tokens past the end that a row asked for are not counted. Both are
+greedy and ignore end-of-text tokens. Each side has a process of its own, as its users would: torch keeps a
+pool of workers for each thread that computes, and two pools disturb each other. The sides take turns.
 """
 
 from __future__ import annotations

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never reaches for the network
+if not torch.cuda.is_available():
+    # Triton's interpreter runs the GPU kernels; it must be chosen before anything imports Triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _SIZES = {
     "vocab_size": 300,
@@ -33,7 +37,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     @cache
     def build(family: str, dtype: str, settings: tuple[tuple[str, Any], ...]) -> Path:
-        import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         folder = tmp_path_factory.mktemp(family)
@@ -75,15 +78,12 @@ def transformers_greedy() -> Callable[..., list[int]]:
 
     @cache
     def load(folder: Path) -> Any:
-        import torch
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @cache
     def complete(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        import torch
-
         model = load(folder)
         with torch.inference_mode():
             output = model(torch.tensor([prompt]), use_cache=True)

@@ -25,7 +25,8 @@ PACKAGE = ROOT / "tokenmill"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
-GROUND = {"messages", "config", "errors", "metrics", "profiler", "sampling_params"} | {"arguments", "sglang_names"}
+GROUND = {"messages", "config", "errors", "metrics", "profiler"}
+GROUND |= {"sampling_params", "arguments", "sglang_names"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {

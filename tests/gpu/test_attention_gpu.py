@@ -176,6 +176,7 @@ def compilations() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_cache_hook = hook
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_steps_of_one_engine_share_kernels_and_never_wait(
     ragged: SimpleNamespace, compilations: list[str]
 ) -> None:

