@@ -75,7 +75,7 @@ def test_two_engines_share_the_gpu_and_give_it_back(make_model: Callable[..., Pa
         first = one.generate(input_ids=prompts(), sampling_params=greedy())
         second = two.generate(input_ids=prompts(), sampling_params=greedy())
     assert [result["output_ids"] for result in first] == [result["output_ids"] for result in second]
-    assert one.get_server_info()["cache_bytes"] > 2 * workspaces
+    assert one.get_server_info()["cache_bytes"] > workspaces
     assert torch.cuda.memory_allocated() <= before + workspaces
 
 
