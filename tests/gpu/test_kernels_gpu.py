@@ -23,8 +23,9 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_within_a_unit(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for a last bit: sums in another order may round the other way."""
-    torch.testing.assert_close(actual, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=1e-6)
+    """Equal but for the last bits: sums in another order, and exponentials, may round the other way."""
+    rtol = 4e-6 if expected.dtype == torch.float32 else 2 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,8 +66,8 @@ def test_rotary(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head
     q, k, _ = fused.split([heads, kv_heads, kv_heads], dim=1)
     angles = numbers(tokens, half, dtype=torch.float32, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    for ours, expected in zip(rotate(q, k, cos, sin), rotate_torch(q, k, cos, sin), strict=True):
-        if dtype == torch.float32:  # a product may be fused with the sum
-            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
-        else:
-            assert torch.equal(ours, expected)
+    exact = rotate_torch(q.double(), k.double(), cos.double(), sin.double())
+    plain = rotate_torch(q, k, cos, sin)
+    for ours, theirs, truth in zip(rotate(q, k, cos, sin), plain, exact, strict=True):
+        # The compiler may keep products in float32 that torch rounds: never worse, by chance better.
+        assert (ours.double() - truth).norm() <= 1.01 * (theirs.double() - truth).norm()
