@@ -2,15 +2,17 @@
 
     python benchmarks/cpu_versus_transformers.py [--models tiny qwen] [--dtype bfloat16] [--layers 6]
 
-Two loads: a batch of requests with mixed lengths, and one request alone. transformers pads the batch and
-goes on until its longest row is done; tokens past the end that a row asked for are not counted. Both are
-greedy and ignore end-of-text tokens. Each side has a process of its own, as its users would: torch keeps a
-pool of workers for each thread that computes, and two pools disturb each other. The sides take turns.
+Three loads: a batch with uniform lengths, a batch with long-tailed lengths, and one request alone.
+transformers pads a batch and goes on until its longest row is done; tokens past the end that a row asked for
+are not counted. Both are greedy and ignore end-of-text tokens. Each side has a process of its own, as its
+users would: torch keeps a pool of workers for each thread that computes, and two pools disturb each other.
+The sides take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import platform
@@ -65,13 +67,24 @@ class Measured:
     same_rows: int
 
 
-def mixed_batch(num_requests: int, vocab_size: int) -> Job:
+def uniform_batch(num_requests: int, vocab_size: int) -> Job:
     """W1 of `workloads.py` at an eighth of its lengths, for two cores: 12 to 128 tokens in and out."""
     draw = random.Random(0)
     prompts = [
         [draw.randrange(10, vocab_size) for _ in range(draw.randint(12, 128))] for _ in range(num_requests)
     ]
-    return Job(f"{num_requests} mixed", prompts, [draw.randint(12, 128) for _ in prompts])
+    return Job(f"{num_requests} uniform", prompts, [draw.randint(12, 128) for _ in prompts])
+
+
+def tailed_batch(num_requests: int, vocab_size: int) -> Job:
+    """As people's jobs are: many short requests, few long ones; 8 to 256 tokens in and out, log-uniform."""
+    draw = random.Random(0)
+
+    def length() -> int:
+        return round(math.exp(draw.uniform(math.log(8), math.log(256))))
+
+    prompts = [[draw.randrange(10, vocab_size) for _ in range(length())] for _ in range(num_requests)]
+    return Job(f"{num_requests} tailed", prompts, [length() for _ in prompts])
 
 
 def single(vocab_size: int) -> Job:
@@ -191,9 +204,9 @@ def compare(name: str, options: argparse.Namespace) -> list[Measured]:
         process("transformers", folder, options.dtype) as theirs,
     ):
         vocab_size = Qwen2Config.from_pretrained(folder).vocab_size
-        jobs = [mixed_batch(options.requests, vocab_size), single(vocab_size)]
+        batches = [make(options.requests, vocab_size) for make in (uniform_batch, tailed_batch)]
         asks = {"tokenmill": ours, "transformers": theirs}
-        return [measure(asks, job, repeats=options.repeats) for job in jobs]
+        return [measure(asks, job, repeats=options.repeats) for job in [*batches, single(vocab_size)]]
 
 
 def main() -> None:
@@ -212,12 +225,12 @@ def main() -> None:
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
     print(f"{options.dtype}, greedy, output tokens per second, median of {options.repeats}\n")
-    print(f"{'model':<16} {'load':<10} {'tokenmill':>10} {'transformers':>13} {'ratio':>6} {'same rows':>10}")
+    print(f"{'model':<16} {'load':<11} {'tokenmill':>10} {'transformers':>13} {'ratio':>6} {'same rows':>10}")
     for name in options.models:
         title = name if name == "tiny" else f"{name}, {options.layers} layers"
         for row in compare(name, options):
             print(
-                f"{title:<16} {row.job.name:<10} {row.ours:>10.1f} {row.theirs:>13.1f} "
+                f"{title:<16} {row.job.name:<11} {row.ours:>10.1f} {row.theirs:>13.1f} "
                 f"{row.ours / row.theirs:>6.2f} {row.same_rows:>7}/{len(row.job.prompts)}",
                 flush=True,
             )
