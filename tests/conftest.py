@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+# Small models gain nothing from a second thread, and on a busy machine two of them wait for each other.
+# torch reads this when it is imported; child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never reaches for the network
 if not torch.cuda.is_available():
