@@ -14,7 +14,7 @@ import pytest
 # torch reads this when it is imported; child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never reaches for the network
 if not torch.cuda.is_available():
