@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -34,6 +35,12 @@ _SIZES = {
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log_level() -> None:
+    """An engine sets the level of the logger that all engines share; no test inherits another's."""
+    logging.getLogger("tokenmill").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
