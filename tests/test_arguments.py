@@ -266,7 +266,9 @@ def test_choices_we_do_not_offer_are_replaced_with_a_warning(caplog: pytest.LogC
     assert resolve(schedule_policy="dfs-weight").schedule_policy == "lpm"
     assert resolve(schedule_policy="random").schedule_policy == "fcfs"
     assert len(warnings_of(caplog)) == 3
-    with pytest.raises(InvalidArgument, match="attention_backend must be one of 'auto', 'torch', 'triton'"):
+    with pytest.raises(
+        InvalidArgument, match="attention_backend must be one of 'auto', 'native', 'torch', 'triton'"
+    ):
         resolve(attention_backend="magic")
 
 

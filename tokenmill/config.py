@@ -45,7 +45,7 @@ class EngineConfig:
     device: Device = _arg("auto", "device of the model", ("auto", "cpu", "cuda"))
     base_gpu_id: int = _arg(0, "index of the GPU to use")
     core_process: bool = _arg(False, "run the core in a process of its own instead of a thread")
-    attention_backend: str = _arg("auto", "attention kernels", ("auto", "torch", "triton"))
+    attention_backend: str = _arg("auto", "attention kernels", ("auto", "native", "torch", "triton"))
 
     # Memory and scheduling
     max_total_tokens: int | None = _arg(None, "tokens the key/value pool holds")

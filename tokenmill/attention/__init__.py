@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from tokenmill.attention.base import AttentionSpec, Backend
+from tokenmill.attention.base import AttentionSpec, Backend
+from tokenmill.kernels import native
 
 BACKENDS = {
+    "native": "tokenmill.attention.native_backend:NativeBackend",
     "torch": "tokenmill.attention.torch_backend:TorchBackend",
     "triton": "tokenmill.attention.triton_backend:TritonBackend",
 }
+
+
+def best_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend that runs here."""
+    if device.type == "cuda":
+        return "triton" if find_spec("triton") else "torch"
+    return "native" if native.library(dtype) else "torch"
 
 
 def create_backend(
@@ -26,6 +34,7 @@ def create_backend(
 ) -> Backend:
     """The backend called `name` (a key of `BACKENDS`), over one spec and one pair of caches per layer."""
     module_name, class_name = BACKENDS[name].split(":")
-    backend_class = getattr(import_module(module_name), class_name)
-    backend: Backend = backend_class(specs, key_caches, value_caches, page_size)
+    backend: Backend = getattr(import_module(module_name), class_name)(
+        specs, key_caches, value_caches, page_size
+    )
     return backend

@@ -8,7 +8,8 @@ L keys of a row or of the longest row of a batch, N rows of a batch, Q query tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -65,13 +66,13 @@ class _PrefillRow:
     blocks: list[_QueryBlock]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Work:
     """Everything that the layers of one page group and window share in a step."""
 
     slots_T: torch.Tensor
-    decodes: list[_DecodeBucket]
     prefills: list[_PrefillRow]
+    decodes: list[_DecodeBucket] = field(default_factory=list)
 
 
 class TorchBackend:
@@ -96,11 +97,18 @@ class TorchBackend:
 
     def plan(self, layout: StepLayout) -> None:
         """Build indices and masks of the step, once for all layers that share a group and a window."""
+        self.plan_prefills(layout, range(layout.num_decodes, len(layout.host_lengths)))
+        for (group, window), dtype in self._dtypes.items():
+            self._works[group, window].decodes = _decode_buckets(
+                layout, group, window, page_size=self._page_size, dtype=dtype
+            )
+
+    def plan_prefills(self, layout: StepLayout, rows: Sequence[int]) -> None:
+        """As `plan`, for some of the prefilling rows only."""
         self._works = {
             (group, window): _Work(
                 layout.slot_mapping_T[group],
-                _decode_buckets(layout, group, window, page_size=self._page_size, dtype=dtype),
-                _prefill_rows(layout, group, window, page_size=self._page_size, dtype=dtype),
+                _prefill_rows(layout, rows, group, window, page_size=self._page_size, dtype=dtype),
             )
             for (group, window), dtype in self._dtypes.items()
         }
@@ -115,12 +123,26 @@ class TorchBackend:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for bucket in work.decodes:
             _attend_bucket(bucket, q_THD, keys, values, spec, out_THD)
-        for row in work.prefills:
+        self.attend_prefills(q_THD, k_TKD, v_TKD, layer, out_THD=out_THD)
+        return out_THD
+
+    def attend_prefills(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        layer: int,
+        *,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Attention of the planned prefilling rows, whose keys and values are stored already."""
+        spec = self._specs[layer]
+        keys, values = self._keys[layer], self._values[layer]
+        for row in self._works[spec.group, spec.window].prefills:
             tokens = slice(row.token_start, row.token_stop)
             k_LKD = k_TKD[tokens] if row.slots_L is None else keys.read(row.slots_L)
             v_LKD = v_TKD[tokens] if row.slots_L is None else values.read(row.slots_L)
             _attend_row(row, q_THD[tokens], k_LKD, v_LKD, spec, out_THD[tokens])
-        return out_THD
 
 
 class _TokenStore:
@@ -209,13 +231,20 @@ def _slots(pages_NP: torch.Tensor, positions_NL: torch.Tensor, page_size: int) -
 
 
 def _prefill_rows(
-    layout: StepLayout, group: int, window: int | None, *, page_size: int, dtype: torch.dtype
+    layout: StepLayout,
+    rows: Sequence[int],
+    group: int,
+    window: int | None,
+    *,
+    page_size: int,
+    dtype: torch.dtype,
 ) -> list[_PrefillRow]:
-    """The rows after the decoding ones, each with its keys and its blocks of queries."""
-    rows = []
-    token_start = layout.num_decodes
+    """Rows after the decoding ones, each with its keys and its blocks of queries."""
+    planned = []
+    token_starts = list(accumulate(layout.host_query_lengths, initial=0))
     device = layout.positions_T.device
-    for row in range(layout.num_decodes, len(layout.host_lengths)):
+    for row in rows:
+        token_start = token_starts[row]
         num_queries, length = layout.host_query_lengths[row], layout.host_lengths[row]
         prefix = length - num_queries
         span = _Span(row, 0 if window is None else max(0, prefix - window + 1), length)
@@ -224,9 +253,8 @@ def _prefill_rows(
             positions_1L = torch.arange(span.first, span.stop, device=device).unsqueeze(0)
             slots_L = _slots(layout.page_table_RP[group][row : row + 1], positions_1L, page_size)[0]
         blocks = _query_blocks(num_queries, span, window, device=device, dtype=dtype)
-        rows.append(_PrefillRow(token_start, token_start + num_queries, slots_L, blocks))
-        token_start += num_queries
-    return rows
+        planned.append(_PrefillRow(token_start, token_start + num_queries, slots_L, blocks))
+    return planned
 
 
 def _query_blocks(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tokenmill.kernels import native
+
 
 def gated_silu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """`silu(first half) * second half` of the last dimension: [T, 2F] -> [T, F].
@@ -15,6 +17,9 @@ def gated_silu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
         from tokenmill.kernels import triton_activation
 
         return triton_activation.gated_silu(gate_up_T2F)
+    kernels = native.for_tensor(gate_up_T2F)
+    if kernels is not None and gate_up_T2F.dim() == 2 and gate_up_T2F.is_contiguous():
+        return native.gated_silu(kernels, gate_up_T2F)
     return gated_silu_torch(gate_up_T2F)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tokenmill.kernels import native
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, times `weight`; any leading shape, result in `x.dtype`.
@@ -18,6 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         from tokenmill.kernels import triton_norm
 
         return triton_norm.rms_norm(x, weight, epsilon)
+    kernels = native.for_tensor(x)
+    if kernels is not None and x.dim() in (2, 3) and x.stride(-1) == 1:
+        return native.rms_norm(kernels, x, weight, epsilon)
     return rms_norm_torch(x, weight, epsilon)
 
 
@@ -29,6 +34,16 @@ def add_rms_norm(
         from tokenmill.kernels import triton_norm
 
         return triton_norm.add_rms_norm(x, residual, weight, epsilon)
+    kernels = native.for_tensor(x)
+    if kernels is not None and x.dim() == 2 and x.is_contiguous() and residual.is_contiguous():
+        return native.add_rms_norm(kernels, x, residual, weight, epsilon)
+    return add_rms_norm_torch(x, residual, weight, epsilon)
+
+
+def add_rms_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `add_rms_norm`, on any device."""
     total = x + residual
     return rms_norm_torch(total, weight, epsilon), total
 

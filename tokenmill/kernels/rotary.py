@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from tokenmill.kernels import native
+
 
 def rotate(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
@@ -21,6 +23,9 @@ def rotate(
         from tokenmill.kernels import triton_rotary
 
         return triton_rotary.rotate(q_THD, k_TKD, cos_TR, sin_TR)
+    kernels = native.for_tensor(q_THD)
+    if kernels is not None and cos_TR.is_contiguous() and sin_TR.is_contiguous():
+        return native.rotate(kernels, q_THD, cos_TR, sin_TR), native.rotate(kernels, k_TKD, cos_TR, sin_TR)
     return rotate_torch(q_THD, k_TKD, cos_TR, sin_TR)
 
 

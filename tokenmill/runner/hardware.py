@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import platform
 from dataclasses import dataclass
 
 import torch
 
+from tokenmill.attention import best_backend
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.models import ModelSpec
@@ -45,11 +45,12 @@ def place(config: EngineConfig, spec: ModelSpec) -> Placement:
         max_step_tokens = max(spec.context_length, _MAX_STEP_TOKENS[device.type])
     else:
         max_step_tokens = max(chunk or _MAX_STEP_TOKENS[device.type], max_running)
-    attention_backend = _attention_backend(config, device)
+    dtype = _dtype(config, spec, device)
+    attention_backend = _attention_backend(config, device, dtype)
     placement = Placement(
         device=device,
         device_name=_device_name(device),
-        dtype=_dtype(config, spec, device),
+        dtype=dtype,
         attention_backend=attention_backend,
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
@@ -91,10 +92,15 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch
     return torch.float32  # without 16-bit instructions float32 is both faster and more exact
 
 
-def _attention_backend(config: EngineConfig, device: torch.device) -> str:
-    if config.attention_backend != "auto":
-        if config.attention_backend == "triton" and device.type == "cpu":
-            raise InvalidArgument("attention_backend='triton' needs a GPU; use 'torch' on a CPU")
-        return config.attention_backend
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return "triton" if has_triton else "torch"
+def _attention_backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+    best, wanted = best_backend(device, dtype), config.attention_backend
+    if wanted == "auto":
+        return best
+    if wanted == "triton" and device.type == "cpu":
+        raise InvalidArgument("attention_backend='triton' needs a GPU; use 'native' or 'torch' on a CPU")
+    if wanted == "native" and best != "native":
+        raise InvalidArgument(
+            f"attention_backend='native' needs a CPU (here: {device}), float32 or bfloat16 (here: {dtype}), "
+            "and a C compiler: install one, or the extra tokenmill[native]; or use 'torch'"
+        )
+    return wanted

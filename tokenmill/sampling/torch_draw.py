@@ -19,6 +19,7 @@ from tokenmill.sampling.columns import SamplingColumns, SamplingNeeds
 from tokenmill.sampling.philox import uniforms
 
 BLOCK = 4096
+ARGMAX_BLOCK = 256  # of the greedy choice, which reads one block of each row a second time
 STRIPE = 64
 WEIGHT_BITS = 40
 LOG2_E = 1.4426950408889634
@@ -82,16 +83,16 @@ def _uses_filters(columns: SamplingColumns, vocab_size: int) -> torch.Tensor:
 def _argmax(logits_RV: torch.Tensor) -> torch.Tensor:
     """Lowest id of the largest logit; NaN counts as -inf. By blocks: `amax` is far quicker than `argmax`."""
     vocab_size = logits_RV.shape[1]
-    whole = vocab_size - vocab_size % BLOCK
-    maxima = [logits_RV[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
+    whole = vocab_size - vocab_size % ARGMAX_BLOCK
+    maxima = [logits_RV[:, :whole].unflatten(1, (-1, ARGMAX_BLOCK)).amax(-1)] if whole else []
     if whole < vocab_size:
         maxima.append(logits_RV[:, whole:].amax(1, keepdim=True))
     maxima_RN = torch.cat(maxima, 1)
     if bool(maxima_RN.isnan().any()):
         return _argmax(_clean(logits_RV.to(torch.float32, copy=True)))
-    starts_R = maxima_RN.argmax(1) * BLOCK
+    starts_R = maxima_RN.argmax(1) * ARGMAX_BLOCK
     # Past the end the last id is repeated; the first of equals wins, so the repetition never does.
-    lanes = torch.arange(min(BLOCK, vocab_size), device=logits_RV.device)
+    lanes = torch.arange(min(ARGMAX_BLOCK, vocab_size), device=logits_RV.device)
     ids_RB = (starts_R[:, None] + lanes).clamp_(max=vocab_size - 1)
     return starts_R + logits_RV.gather(1, ids_RB).argmax(1)
 

@@ -1,0 +1,302 @@
+/* The small operations of a decoding step on a CPU, one call each; `kernels/native` compiles and calls them.
+
+   Compiled once per dtype: BFLOAT16 chooses what an `element` is. Arithmetic is float32, rounded to an element
+   where the torch references round. Strides count elements; the last dimension is contiguous.
+   Letters: T tokens, H query heads, K key heads, D head size, R half of the rotated dimensions. */
+
+#include <stdint.h>
+#include <string.h>
+
+#if BFLOAT16
+typedef uint16_t element;
+
+static inline float widen(element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline element narrow(float value) { /* to nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (element)rounded;
+}
+#else
+typedef float element;
+
+static inline float widen(element x) { return x; }
+static inline element narrow(float value) { return value; }
+#endif
+
+static inline float rounded(float value) { return widen(narrow(value)); }
+
+/* Contraction is off, so that sums round where the references do; these may be fused. */
+static inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* 2^x to some 1e-7 of it; plain arithmetic, so that compilers turn loops of it into vectors. */
+static inline float power_of_two(float x) {
+    x = x < -126.0f ? -126.0f : x > 127.0f ? 127.0f : x;
+    float whole = __builtin_floorf(x), part = x - whole - 0.5f;
+    float p = 2.15706230e-5f; /* Taylor's series of 2^x around one half */
+    p = fused(p, part, 2.17838816e-4f);
+    p = fused(p, part, 1.88564988e-3f);
+    p = fused(p, part, 1.36020886e-2f);
+    p = fused(p, part, 7.84946632e-2f);
+    p = fused(p, part, 3.39731584e-1f);
+    p = fused(p, part, 9.80258143e-1f);
+    p = fused(p, part, 1.41421356f);
+    uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+static const float LOG2_E = 1.44269504f;
+
+/* ── work for several threads ──────────────────────────────────────────────────────────────── */
+
+typedef void (*member)(void *);
+typedef void (*team)(member, void *, unsigned, unsigned);
+typedef void (*unit)(const void *, long);
+
+struct job {
+    unit run;
+    const void *arguments;
+    long units, grain, next;
+};
+
+/* `start_team` is GOMP_parallel of the OpenMP runtime that torch has loaded: one pool of workers for both. */
+static team start_team;
+
+void use_team(team start) { start_team = start; }
+
+static void work(void *shared) {
+    struct job *job = shared;
+    for (;;) {
+        long first = __atomic_fetch_add(&job->next, job->grain, __ATOMIC_RELAXED);
+        if (first >= job->units) return;
+        long last = first + job->grain < job->units ? first + job->grain : job->units;
+        for (long i = first; i < last; i++) job->run(job->arguments, i);
+    }
+}
+
+static void share(unit run, const void *arguments, long units, long grain, int threads) {
+    struct job job = {run, arguments, units, grain, 0};
+    if (start_team && threads > 1 && units > grain)
+        start_team(work, &job, (unsigned)threads, 0);
+    else
+        work(&job);
+}
+
+/* A thread is woken for no less than this many elements. */
+static long grain_of(long elements_of_unit) {
+    long grain = 16384 / (elements_of_unit + 1);
+    return grain > 0 ? grain : 1;
+}
+
+/* ── norm ──────────────────────────────────────────────────────────────────────────────────── */
+
+struct norm {
+    const element *x, *residual, *weight; /* residual and total: NULL for a plain norm */
+    element *out, *total;
+    long inner, stride_outer, stride_inner, size;
+    float epsilon;
+};
+
+static void norm_row(const void *arguments, long row) {
+    const struct norm *a = arguments;
+    const element *x = a->x + row / a->inner * a->stride_outer + row % a->inner * a->stride_inner;
+    element *out = a->out + row * a->size;
+    if (a->residual) {
+        const element *residual = a->residual + row * a->size;
+        element *total = a->total + row * a->size;
+        for (long i = 0; i < a->size; i++) total[i] = narrow(widen(x[i]) + widen(residual[i]));
+        x = total;
+    }
+    float squares = 0;
+    for (long i = 0; i < a->size; i++) squares = fused(widen(x[i]), widen(x[i]), squares);
+    float factor = 1.0f / __builtin_sqrtf(squares / (float)a->size + a->epsilon);
+    for (long i = 0; i < a->size; i++) out[i] = narrow(widen(a->weight[i]) * rounded(widen(x[i]) * factor));
+}
+
+/* Rows are `outer` by `inner`; residual, out and total are contiguous. */
+void rms_norm(const element *x, const element *residual, const element *weight, element *out, element *total,
+              long outer, long inner, long stride_outer, long stride_inner, long size, float epsilon, int threads) {
+    struct norm a = {x, residual, weight, out, total, inner, stride_outer, stride_inner, size, epsilon};
+    share(norm_row, &a, outer * inner, grain_of(size), threads);
+}
+
+/* ── gated activation ──────────────────────────────────────────────────────────────────────── */
+
+struct gate {
+    const element *gate_up;
+    element *out;
+    long size;
+};
+
+static void gate_row(const void *arguments, long row) {
+    const struct gate *a = arguments;
+    const element *gate = a->gate_up + row * 2 * a->size, *up = gate + a->size;
+    element *out = a->out + row * a->size;
+    for (long i = 0; i < a->size; i++) {
+        float x = widen(gate[i]);
+        float silu = x / (1.0f + power_of_two(-x * LOG2_E));
+        out[i] = narrow(rounded(silu) * widen(up[i]));
+    }
+}
+
+/* silu(gate_up[:, :size]) * gate_up[:, size:] */
+void gated_silu(const element *gate_up, element *out, long rows, long size, int threads) {
+    struct gate a = {gate_up, out, size};
+    share(gate_row, &a, rows, grain_of(2 * size), threads);
+}
+
+/* ── rotation ──────────────────────────────────────────────────────────────────────────────── */
+
+struct rotation {
+    const element *x, *cosines, *sines;
+    element *out;
+    long heads, stride_token, stride_head, head_dim, half;
+};
+
+static void rotate_token(const void *arguments, long token) {
+    const struct rotation *a = arguments;
+    const element *cosines = a->cosines + token * a->half, *sines = a->sines + token * a->half;
+    for (long head = 0; head < a->heads; head++) {
+        const element *x = a->x + token * a->stride_token + head * a->stride_head;
+        element *out = a->out + (token * a->heads + head) * a->head_dim;
+        for (long i = 0; i < a->half; i++) {
+            float first = widen(x[i]), second = widen(x[i + a->half]);
+            float cosine = widen(cosines[i]), sine = widen(sines[i]);
+            out[i] = narrow(rounded(first * cosine) - rounded(second * sine));
+            out[i + a->half] = narrow(rounded(second * cosine) + rounded(first * sine));
+        }
+        for (long i = 2 * a->half; i < a->head_dim; i++) out[i] = x[i];
+    }
+}
+
+void rotate(const element *x, const element *cosines, const element *sines, element *out, long tokens, long heads,
+            long stride_token, long stride_head, long head_dim, long half, int threads) {
+    struct rotation a = {x, cosines, sines, out, heads, stride_token, stride_head, head_dim, half};
+    share(rotate_token, &a, tokens, grain_of(heads * head_dim), threads);
+}
+
+/* ── keys and values ───────────────────────────────────────────────────────────────────────── */
+
+struct caches {
+    element *keys, *values;
+    long stride_page, stride_token, stride_head, page_size, heads, head_dim;
+};
+
+struct stored {
+    const struct caches *caches;
+    const element *k, *v;
+    const int64_t *slots;
+    long stride_kt, stride_kh, stride_vt, stride_vh;
+};
+
+static void store_token(const void *arguments, long token) {
+    const struct stored *a = arguments;
+    const struct caches *c = a->caches;
+    long slot = a->slots[token];
+    long target = slot / c->page_size * c->stride_page + slot % c->page_size * c->stride_token;
+    for (long head = 0; head < c->heads; head++, target += c->stride_head) {
+        memcpy(c->keys + target, a->k + token * a->stride_kt + head * a->stride_kh, c->head_dim * sizeof(element));
+        memcpy(c->values + target, a->v + token * a->stride_vt + head * a->stride_vh, c->head_dim * sizeof(element));
+    }
+}
+
+void store(const struct caches *caches, const element *k, const element *v, const int64_t *slots, long tokens,
+           long stride_kt, long stride_kh, long stride_vt, long stride_vh, int threads) {
+    struct stored a = {caches, k, v, slots, stride_kt, stride_kh, stride_vt, stride_vh};
+    share(store_token, &a, tokens, grain_of(2 * caches->heads * caches->head_dim), threads);
+}
+
+/* ── attention of one query a row ──────────────────────────────────────────────────────────── */
+
+enum { TILE = 32 }; /* keys whose scores are taken together */
+
+struct decode {
+    const struct caches *caches;
+    const element *q;
+    const int32_t *page_table, *lengths;
+    element *out;
+    long stride_qt, stride_qh, stride_table, group, window; /* window 0: none */
+    float scale_log2;
+};
+
+static inline const element *at(const struct caches *c, const element *cache, const int32_t *table, long head,
+                                long position) {
+    return cache + table[position / c->page_size] * c->stride_page + position % c->page_size * c->stride_token +
+           head * c->stride_head;
+}
+
+static void decode_head(const void *arguments, long index) {
+    const struct decode *a = arguments;
+    const struct caches *c = a->caches;
+    const long row = index / c->heads, head = index % c->heads, size = c->head_dim, group = a->group;
+    const int32_t *table = a->page_table + row * a->stride_table;
+    float query[group * size], sum[group * size], line[size];
+    float peak[group], total[group], weights[group][TILE];
+    for (long g = 0; g < group; g++) {
+        const element *q = a->q + row * a->stride_qt + (head * group + g) * a->stride_qh;
+        for (long i = 0; i < size; i++) query[g * size + i] = widen(q[i]) * a->scale_log2;
+        peak[g] = -__builtin_inff();
+        total[g] = 0;
+    }
+    memset(sum, 0, sizeof sum);
+
+    const long length = a->lengths[row];
+    const long begin = a->window && length > a->window ? length - a->window : 0;
+    for (long first = begin; first < length; first += TILE) {
+        const long count = length - first < TILE ? length - first : TILE;
+        for (long t = 0; t < count; t++) {
+            const element *k = at(c, c->keys, table, head, first + t);
+            for (long i = 0; i < size; i++) line[i] = widen(k[i]);
+            for (long g = 0; g < group; g++) {
+                float score = 0;
+                for (long i = 0; i < size; i++) score = fused(query[g * size + i], line[i], score);
+                weights[g][t] = score;
+            }
+        }
+        for (long g = 0; g < group; g++) {
+            float highest = peak[g], fade, added = 0;
+            for (long t = 0; t < count; t++) highest = weights[g][t] > highest ? weights[g][t] : highest;
+            fade = power_of_two(peak[g] - highest);
+            for (long t = 0; t < count; t++) {
+                weights[g][t] = power_of_two(weights[g][t] - highest);
+                added += weights[g][t];
+            }
+            for (long i = 0; i < size; i++) sum[g * size + i] *= fade;
+            total[g] = total[g] * fade + added;
+            peak[g] = highest;
+        }
+        for (long t = 0; t < count; t++) {
+            const element *v = at(c, c->values, table, head, first + t);
+            for (long i = 0; i < size; i++) line[i] = widen(v[i]);
+            for (long g = 0; g < group; g++)
+                for (long i = 0; i < size; i++) sum[g * size + i] = fused(weights[g][t], line[i], sum[g * size + i]);
+        }
+    }
+    for (long g = 0; g < group; g++) {
+        element *out = a->out + (row * c->heads * group + head * group + g) * size;
+        for (long i = 0; i < size; i++) out[i] = narrow(sum[g * size + i] / total[g]);
+    }
+}
+
+/* Each row's last token attends to its pages; `out` [rows, H, D] is contiguous. */
+void decode(const struct caches *caches, const element *q, const int32_t *page_table, const int32_t *lengths,
+            element *out, long rows, long group, long stride_qt, long stride_qh, long stride_table, long window,
+            float scale, int threads) {
+    struct decode a = {caches,    q,         page_table,   lengths, out,    stride_qt,
+                       stride_qh, stride_table, group, window,  scale * LOG2_E};
+    share(decode_head, &a, rows * caches->heads, 1, threads);
+}
