@@ -32,27 +32,18 @@ static inline element narrow(float value) { return value; }
 
 static inline float rounded(float value) { return widen(narrow(value)); }
 
-/* Contraction is off, so that sums round where the references do; these may be fused. */
-static inline float fused(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 /* 2^x to some 1e-7 of it; plain arithmetic, so that compilers turn loops of it into vectors. */
 static inline float power_of_two(float x) {
     x = x < -126.0f ? -126.0f : x > 127.0f ? 127.0f : x;
     float whole = __builtin_floorf(x), part = x - whole - 0.5f;
     float p = 2.15706230e-5f; /* Taylor's series of 2^x around one half */
-    p = fused(p, part, 2.17838816e-4f);
-    p = fused(p, part, 1.88564988e-3f);
-    p = fused(p, part, 1.36020886e-2f);
-    p = fused(p, part, 7.84946632e-2f);
-    p = fused(p, part, 3.39731584e-1f);
-    p = fused(p, part, 9.80258143e-1f);
-    p = fused(p, part, 1.41421356f);
+    p = p * part + 2.17838816e-4f;
+    p = p * part + 1.88564988e-3f;
+    p = p * part + 1.36020886e-2f;
+    p = p * part + 7.84946632e-2f;
+    p = p * part + 3.39731584e-1f;
+    p = p * part + 9.80258143e-1f;
+    p = p * part + 1.41421356f;
     uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
     float scale;
     memcpy(&scale, &bits, sizeof scale);
@@ -122,7 +113,7 @@ static void norm_row(const void *arguments, long row) {
         x = total;
     }
     float squares = 0;
-    for (long i = 0; i < a->size; i++) squares = fused(widen(x[i]), widen(x[i]), squares);
+    for (long i = 0; i < a->size; i++) squares += widen(x[i]) * widen(x[i]);
     float factor = 1.0f / __builtin_sqrtf(squares / (float)a->size + a->epsilon);
     for (long i = 0; i < a->size; i++) out[i] = narrow(widen(a->weight[i]) * rounded(widen(x[i]) * factor));
 }
@@ -263,7 +254,7 @@ static void decode_head(const void *arguments, long index) {
             for (long i = 0; i < size; i++) line[i] = widen(k[i]);
             for (long g = 0; g < group; g++) {
                 float score = 0;
-                for (long i = 0; i < size; i++) score = fused(query[g * size + i], line[i], score);
+                for (long i = 0; i < size; i++) score += query[g * size + i] * line[i];
                 weights[g][t] = score;
             }
         }
@@ -283,7 +274,7 @@ static void decode_head(const void *arguments, long index) {
             const element *v = at(c, c->values, table, head, first + t);
             for (long i = 0; i < size; i++) line[i] = widen(v[i]);
             for (long g = 0; g < group; g++)
-                for (long i = 0; i < size; i++) sum[g * size + i] = fused(weights[g][t], line[i], sum[g * size + i]);
+                for (long i = 0; i < size; i++) sum[g * size + i] += weights[g][t] * line[i];
         }
     }
     for (long g = 0; g < group; g++) {
