@@ -96,9 +96,9 @@ def test_more_keys_than_the_most_splits_hold_at_their_shortest(
 def test_more_rows_than_one_search_looks_at(
     ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokenmill.kernels import triton_attention
+    from tokenmill.kernels import triton_prefill
 
-    monkeypatch.setattr(triton_attention, "ROWS_PER_SEARCH", 4)
+    monkeypatch.setattr(triton_prefill, "ROWS_PER_SEARCH", 4)
     spec = AttentionSpec(1, 1, 64, scale=0.125)
     rows = [(2 + index % 3, 5 + 4 * index) for index in range(11)]
     assert error(ragged, triton_device, spec, rows) < LIMITS[torch.float32]

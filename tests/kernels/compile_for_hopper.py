@@ -16,13 +16,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tokenmill.kernels import triton_attention, triton_norm
+from tokenmill.kernels import triton_attention, triton_norm, triton_prefill
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def compiled(
-    kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
+    kernel: Any,
+    pointers: dict[str, str],
+    scalars: dict[str, str],
+    constants: dict[str, Any],
+    **options: int | None,
 ) -> dict[str, Any]:
     """Registers, local memory, shared memory and tensor-core instructions of one variant.
 
@@ -32,7 +36,9 @@ def compiled(
     signature |= {name: f"*{kind}" for name, kind in pointers.items()} | scalars
     order = [parameter.name for parameter in kernel.params]
     aligned = [
-        name for name in order if name in ALIGNED or name in STRIDES or name.endswith(("_outer", "_inner"))
+        name
+        for name in order
+        if name in ALIGNED or name in STRIDES or name in OWN_STRIDES or name.endswith(("_outer", "_inner"))
     ]
     attributes = {(order.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(
@@ -59,6 +65,7 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "HGMMA": sass.count("HGMMA"),
         "HMMA": sass.count("HMMA"),
+        "tile_copies": sass.count("UTMALDG"),
         "wide_copies": len(re.findall(r"LDGSTS\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
         "copies": sass.count("LDGSTS"),
     }
@@ -67,7 +74,8 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
 STRIDES = dict.fromkeys(
     ("stride_qt", "stride_qh", "stride_page", "stride_token", "stride_head", "stride_ot", "stride_oh"), "i32"
 )
-ALIGNED = {"q", "key_cache", "value_cache", "out", "x", "residual", "weight", "total"}
+OWN_STRIDES = dict.fromkeys(("stride_kt", "stride_kh", "stride_vt", "stride_vh"), "i32")
+ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "weight", "total"}
 CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
 
 
@@ -96,22 +104,36 @@ def decode(head_dim: int, group: int, *, single: bool) -> dict[str, Any]:
     return compiled(triton_attention._decode_kernel, pointers, scalars, constants, **options)
 
 
-def prefill(head_dim: int, group: int, *, window: int = 0) -> dict[str, Any]:
-    tiling = triton_attention.prefill_tiling(head_dim, 2, 4096)
+def prefill(
+    head_dim: int, group: int, *, window: int = 0, tiling: triton_prefill.PrefillTiling | None = None
+) -> dict[str, Any]:
+    tiling = tiling or triton_prefill.prefill_tiling(head_dim, 2, 4096)
+    block_dim = triton.next_power_of_2(head_dim)
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": 16,
         "WINDOW": window,
-        "ROWS_PER_SEARCH": triton_attention.ROWS_PER_SEARCH,
+        "ROWS_PER_SEARCH": triton_prefill.ROWS_PER_SEARCH,
         "BLOCK_M": tiling.queries,
         "BLOCK_N": tiling.keys,
-        "BLOCK_DIM": triton.next_power_of_2(head_dim),
+        "BLOCK_PREFIX": tiling.prefix_keys,
+        "BLOCK_DIM": block_dim,
+        "STAGES": tiling.num_stages,
+        "PREFIX_STAGES": tiling.prefix_stages,
+        "OVERLAP": tiling.overlap,
     }
-    pointers = {"q": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
-    scalars = {"scale_log2": "fp32", "num_rows": "i32", "stride_table": "i32", **STRIDES}
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return compiled(triton_attention._prefill_kernel, pointers, scalars, constants, **options)
+    pointers = {"q": "bf16", "k": "bf16", "v": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
+    scalars = {"scale_log2": "fp32", "num_rows": "i32", "stride_table": "i32", **STRIDES, **OWN_STRIDES}
+    tiles = f"tensordesc<bf16[1, {tiling.keys}, {block_dim}]>"
+    options = {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers}
+    return compiled(
+        triton_prefill._prefill_kernel,
+        pointers,
+        {**scalars, "k_tiles": tiles, "v_tiles": tiles},
+        constants,
+        **options,
+    )
 
 
 def norm(size: int) -> dict[str, Any]:
