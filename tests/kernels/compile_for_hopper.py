@@ -1,5 +1,7 @@
 """Compile kernels for sm_90 on a machine without a GPU and print, as JSON, what the assembler made of them.
 
+Spills are counted in the loops: a value kept aside once before a long loop costs nothing.
+
 Run as a script, because Triton cannot compile in a process that uses its interpreter.
 """
 
@@ -58,17 +60,52 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    loops = _product_loops(sass)
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
     return {
         "registers": int(resources["REG"]),
         "stack": int(resources["STACK"]),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spills": max((loop["spills"] for loop in loops), default=0),
+        "loops": loops,
         "HGMMA": sass.count("HGMMA"),
         "HMMA": sass.count("HMMA"),
-        "tile_copies": sass.count("UTMALDG"),
         "wide_copies": len(re.findall(r"LDGSTS\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
         "copies": sass.count("LDGSTS"),
     }
+
+
+def _product_loops(sass: str) -> list[dict[str, int]]:
+    """What the innermost loops with tensor-core products hold, in order."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", sass)]
+    spans = []
+    for at, text in code:
+        back = re.search(r"\bBRA.*?0x([0-9a-f]+)", text)
+        if back and int(back[1], 16) < at:
+            spans.append((int(back[1], 16), at))
+    loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
+    loops = {span: texts for span, texts in loops.items() if any("MMA" in text for text in texts)}
+    innermost = [
+        texts
+        for span, texts in sorted(loops.items())
+        if not any(span[0] <= other[0] and other[1] <= span[1] and other != span for other in loops)
+    ]
+    return [
+        {
+            "instructions": len(texts),
+            "spills": sum("LDL" in text or "STL" in text for text in texts),
+            "tile_copies": sum("UTMALDG" in text for text in texts),
+            "exponentials_in_flight": _exponentials_in_flight(texts),
+        }
+        for texts in innermost
+    ]
+
+
+def _exponentials_in_flight(loop: list[str]) -> int:
+    """Exponentials that a loop starts after it has waited for a product and begun another."""
+    wait = next((index for index, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text), 0)
+    after = loop[wait:] + loop[:wait]
+    product = next(index for index, text in enumerate(after) if "MMA" in text)
+    return sum("MUFU.EX2" in text for text in after[product:])
 
 
 STRIDES = dict.fromkeys(
@@ -117,10 +154,10 @@ def prefill(
         "ROWS_PER_SEARCH": triton_prefill.ROWS_PER_SEARCH,
         "BLOCK_M": tiling.queries,
         "BLOCK_N": tiling.keys,
-        "BLOCK_PREFIX": tiling.prefix_keys,
+        "BLOCK_GATHER": tiling.gathered_keys,
         "BLOCK_DIM": block_dim,
         "STAGES": tiling.num_stages,
-        "PREFIX_STAGES": tiling.prefix_stages,
+        "GATHER_STAGES": tiling.gather_stages,
         "OVERLAP": tiling.overlap,
     }
     pointers = {"q": "bf16", "k": "bf16", "v": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
@@ -150,6 +187,8 @@ if __name__ == "__main__":
             "decode 64": decode(64, 7, single=True),
             "decode 128 split": decode(128, 4, single=False),
             "prefill 64 window": prefill(64, 7, window=512),
+            "prefill 64": prefill(64, 7),
+            "prefill 96": prefill(96, 3),
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
             "norm 4096": norm(4096),

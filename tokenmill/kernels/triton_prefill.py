@@ -29,19 +29,20 @@ COPY_ALIGNMENT = 16  # bytes; of addresses and strides that a tile copy by descr
 class PrefillTiling:
     """The work of a program and how the compiler lays it out.
 
-    `queries` counts pairs of query and head. The prefix is gathered token by token, which takes registers
-    that copies of whole tiles do not: it has a tile and a depth of its own. With `overlap` the product with
-    the values of a tile runs while the softmax of the next one is computed.
+    `queries` counts pairs of query and head. A row's own keys that all of them see are copied by the tile.
+    The others, and those of the prefix, are gathered one by one, which takes registers: they have a tile and
+    a depth of their own. With `overlap` the tensor cores multiply the weights of one tile with its values
+    while the softmax of the next tile is computed.
     """
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
-    prefix_keys: int
-    prefix_stages: int
+    gathered_keys: int
+    gather_stages: int
     overlap: bool
-    max_registers: int | None = None  # of a thread; lower than it would take, so that two programs fit
+    max_registers: int | None = None  # of a thread: fewer than it would take, so that two programs fit
 
 
 def prefill_tiling(head_dim: int, element_size: int, most_pairs: int) -> PrefillTiling:
@@ -49,13 +50,14 @@ def prefill_tiling(head_dim: int, element_size: int, most_pairs: int) -> Prefill
     if element_size == 4:  # no tensor cores at full precision: registers set the size
         keys = 32 if head_dim <= 64 else 16
         return PrefillTiling(16, keys, 4, 2, keys, 2, overlap=False)
-    if head_dim > 128:
-        return PrefillTiling(64 if most_pairs <= 64 else 128, 32, 8, 3, 32, 3, overlap=False)
     if most_pairs <= 64:
-        return PrefillTiling(64, 64, 4, 3, 64, 3, overlap=False)
+        keys = 32 if head_dim > 128 else 64
+        return PrefillTiling(64, keys, 4, 3, keys, 3, overlap=False)
+    if head_dim > 128:
+        return PrefillTiling(128, 32, 8, 3, 32, 3, overlap=False)
     if head_dim > 64:
         return PrefillTiling(128, 128, 8, 2, 64, 3, overlap=True)
-    return PrefillTiling(128, 64, 8, 3, 64, 3, overlap=True)
+    return PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128)
 
 
 def prefill(
@@ -86,8 +88,8 @@ def prefill(
         q_THD,
         k_TKD,
         v_TKD,
-        _copied_in_tiles(k_TKD, tiling.keys, block_dim),
-        _copied_in_tiles(v_TKD, tiling.keys, block_dim),
+        _tiles(k_TKD, tiling.keys, block_dim),
+        _tiles(v_TKD, tiling.keys, block_dim),
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
         rows.page_table_RP,
@@ -109,29 +111,25 @@ def prefill(
         ROWS_PER_SEARCH=ROWS_PER_SEARCH,
         BLOCK_M=tiling.queries,
         BLOCK_N=tiling.keys,
-        BLOCK_PREFIX=tiling.prefix_keys,
+        BLOCK_GATHER=tiling.gathered_keys,
         BLOCK_DIM=block_dim,
         STAGES=tiling.num_stages,
-        PREFIX_STAGES=tiling.prefix_stages,
+        GATHER_STAGES=tiling.gather_stages,
         OVERLAP=tiling.overlap,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
     )
 
 
-def _copied_in_tiles(x_TKD: torch.Tensor, keys: int, block_dim: int) -> TensorDescriptor | None:
-    """What the device needs to copy a tile of one head by itself; None where it cannot."""
+def _tiles(x_TKD: torch.Tensor, keys: int, block_dim: int) -> TensorDescriptor | None:
+    """What the device needs to copy tiles [keys, D] of one head by itself; None where it cannot."""
     size = x_TKD.element_size()
-    steps = (x_TKD.data_ptr(), x_TKD.stride(0) * size, x_TKD.stride(1) * size)
-    if size != 2 or any(step % COPY_ALIGNMENT for step in steps):
+    stride_t, stride_h, _ = x_TKD.stride()
+    if size != 2 or (x_TKD.data_ptr() | stride_t * size | stride_h * size) % COPY_ALIGNMENT:
         return None
     num_tokens, num_heads, head_dim = x_TKD.shape
-    return TensorDescriptor(
-        x_TKD,
-        [num_heads, num_tokens, head_dim],
-        [x_TKD.stride(1), x_TKD.stride(0), 1],
-        [1, keys, block_dim],
-    )
+    shape, strides = [num_heads, num_tokens, head_dim], [stride_h, stride_t, 1]
+    return TensorDescriptor(x_TKD, shape, strides, [1, keys, block_dim])
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
@@ -222,11 +220,12 @@ def _attend_whole(
 ):  # fmt: skip
     """Take the keys [start, stop), whole tiles that every query sees, into the running softmax.
 
-    OVERLAP: the weights of a tile meet its values only after the scores of the next tile are there, so that
-    the tensor cores work on that product while this one's softmax is computed.
+    OVERLAP: the weights of a tile meet its values only when the scores of the next tile are there, so that
+    the tensor cores work on that product while the next softmax is computed.
     """
-    # Before the first tile: no weights, to meet the values of the first tile itself.
-    waiting = tl.zeros((BLOCK_M, BLOCK_N), query.dtype)
+    # At first there are no weights, and they meet the values of the first tile. They wait at full precision:
+    # as narrow numbers the compiler would carry them through shared memory, with a barrier each time.
+    waiting = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     fade = tl.full((BLOCK_M,), 1.0, tl.float32)
     for tile in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         k = _load_whole_tile(
@@ -240,9 +239,9 @@ def _attend_whole(
             PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_DIM,
         )  # fmt: skip
         if OVERLAP:
-            acc = tl.dot(waiting, v, acc * fade[:, None], input_precision="ieee")
+            acc = tl.dot(waiting.to(query.dtype), v, acc * fade[:, None], input_precision="ieee")
             weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2, False)
-            waiting = weights.to(query.dtype)
+            waiting = weights
         else:
             weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2, False)
             acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
@@ -251,7 +250,7 @@ def _attend_whole(
             v_tiles, kv_head, values, table, stop - BLOCK_N, row_token, stride_page, stride_v,
             PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_DIM,
         )  # fmt: skip
-        acc = tl.dot(waiting, v, acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(waiting.to(query.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, total, peak
 
 
@@ -260,7 +259,8 @@ def _attend(
     acc, total, peak, query, query_positions, keys, values, k_tiles, v_tiles, kv_head, table, row_token,
     first_position, last_position, stop, scale_log2, stride_page, stride_k, stride_v,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr, BLOCK_DIM: tl.constexpr, STAGES: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens [0, stop) of one part of a row, by queries at [first_position, last_position].
 
@@ -274,7 +274,7 @@ def _attend(
         edge_stop = tl.minimum(edge_stop, whole_stop)
         acc, total, peak = _attend_masked(
             acc, total, peak, query, query_positions, keys, values, table, begin, edge_stop, scale_log2,
-            stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_N, BLOCK_DIM, STAGES,
+            stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
         )  # fmt: skip
         begin = tl.maximum(begin, edge_stop)
     acc, total, peak = _attend_whole(
@@ -285,7 +285,7 @@ def _attend(
     return _attend_masked(
         acc, total, peak, query, query_positions, keys, values, table, tl.maximum(begin, whole_stop),
         tl.minimum(last_position + 1, stop), scale_log2,
-        stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_N, BLOCK_DIM, STAGES,
+        stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
     )  # fmt: skip
 
 
@@ -346,10 +346,10 @@ def _prefill_kernel(
     ROWS_PER_SEARCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_PREFIX: tl.constexpr,
+    BLOCK_GATHER: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFIX_STAGES: tl.constexpr,
+    GATHER_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -361,25 +361,26 @@ def _prefill_kernel(
     if first >= num_queries * GROUP:
         return
 
+    # Offsets from the tile's first token: they fit 32 bits, and cost half the registers.
+    first_query = first // GROUP
+    last_query = tl.minimum((first + BLOCK_M - 1) // GROUP, num_queries - 1)
     pairs = first + tl.arange(0, BLOCK_M)
-    queries = tl.minimum(pairs // GROUP, num_queries - 1)  # past the last one: the last once more
+    queries = tl.minimum(pairs // GROUP, last_query)  # past the last one: the last once more
     columns = tl.arange(0, BLOCK_DIM)
-    tokens = (row_token + queries).to(tl.int64)
-    heads = kv_head * GROUP + pairs % GROUP
-    sources = q + (tokens * stride_qt + heads * stride_qh)[:, None] + columns[None, :]
-    query = tl.load(sources, mask=(columns < HEAD_DIM)[None, :], other=0)
+    first_token = (row_token + first_query).to(tl.int64)
+    source = q + first_token * stride_qt + kv_head * GROUP * stride_qh
+    sources = ((queries - first_query) * stride_qt + pairs % GROUP * stride_qh)[:, None] + columns[None, :]
+    query = tl.load(source + sources, mask=(columns < HEAD_DIM)[None, :], other=0)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
 
-    first_query = first // GROUP
-    last_query = tl.minimum((first + BLOCK_M - 1) // GROUP, num_queries - 1)
     own_keys = k + tl.cast(row_token, tl.int64) * stride_kt + kv_head * stride_kh
     own_values = v + tl.cast(row_token, tl.int64) * stride_vt + kv_head * stride_vh
     acc, total, peak = _attend(
         acc, total, peak, query, queries, own_keys, own_values, k_tiles, v_tiles, kv_head, page_table,
         row_token, first_query, last_query, num_queries, scale_log2, 0, stride_kt, stride_vt,
-        0, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_DIM, STAGES, OVERLAP,
+        0, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_GATHER, BLOCK_DIM, STAGES, GATHER_STAGES, OVERLAP,
     )  # fmt: skip
     prefix = tl.load(lengths + row) - num_queries
     acc, total, peak = _attend(
@@ -388,8 +389,10 @@ def _prefill_kernel(
         page_table + tl.cast(row, tl.int64) * stride_table,
         row_token, prefix + first_query, prefix + last_query, prefix, scale_log2,
         stride_page, stride_token, stride_token,
-        PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_PREFIX, BLOCK_DIM, PREFIX_STAGES, OVERLAP,
+        PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_GATHER, BLOCK_GATHER, BLOCK_DIM, GATHER_STAGES,
+        GATHER_STAGES, False,
     )  # fmt: skip
     keep = (pairs < num_queries * GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
-    targets = out + (tokens * stride_ot + heads * stride_oh)[:, None] + columns[None, :]
-    tl.store(targets, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+    target = out + first_token * stride_ot + kv_head * GROUP * stride_oh
+    targets = ((queries - first_query) * stride_ot + pairs % GROUP * stride_oh)[:, None] + columns[None, :]
+    tl.store(target + targets, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
