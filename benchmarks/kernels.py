@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
-from tokenmill.kernels import triton_attention
+from tokenmill.kernels import triton_attention, triton_prefill
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.rotary import rotate
 from tokenmill.kernels.triton_attention import PagedRows, Tiling
+from tokenmill.kernels.triton_prefill import PrefillTiling
 
 PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
 PEAK_FLOPS = 800e12  # what a large bfloat16 product reaches there
@@ -94,17 +96,25 @@ def report_decode() -> None:
         print(f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} " + " ".join(f"{cell:>24}" for cell in cells))
 
 
-def prefill_seconds(queries: int, context: int, heads: tuple[int, int, int], rows: int = 1) -> float:
-    """Time of causal attention of the last `queries` tokens of `rows` sequences of `context` tokens."""
+def prefill_call(
+    queries: int, context: int, heads: tuple[int, int, int], rows: int = 1
+) -> tuple[Callable[[], object], PagedRows, torch.Tensor]:
+    """Attention of the last `queries` tokens of `rows` sequences of `context` tokens, as a call that returns
+    its output; their caches; the step's queries, keys and values side by side.
+    """
     num_heads, kv_heads, head_dim = heads
     paged = paged_rows(rows, context, kv_heads, head_dim)
-    q = torch.randn(rows * queries, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    shape = (rows * queries, num_heads + 2 * kv_heads, head_dim)
+    step = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    q, k, v = step.split((num_heads, kv_heads, kv_heads), dim=1)
     starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * queries
-    out = torch.empty_like(q)
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda")
 
-    def call() -> None:
-        triton_attention.prefill(
+    def call() -> torch.Tensor:
+        triton_prefill.prefill(
             q,
+            k,
+            v,
             paged,
             query_starts=starts,
             longest_query=queries,
@@ -112,11 +122,18 @@ def prefill_seconds(queries: int, context: int, heads: tuple[int, int, int], row
             window=None,
             out_THD=out,
         )
+        return out
 
+    return call, paged, step
+
+
+def prefill_seconds(queries: int, context: int, heads: tuple[int, int, int], rows: int = 1) -> float:
+    """Time of causal attention of the last `queries` tokens of `rows` sequences of `context` tokens."""
+    call, _, _ = prefill_call(queries, context, heads, rows)
     return seconds_each([call] * 4)
 
 
-PREFILLS = [(8192, 8192, 1), (2048, 8192, 1), (512, 512, 16)]
+PREFILLS = [(8192, 8192, 1), (2048, 2048, 4), (2048, 8192, 1), (512, 512, 16), (64, 2112, 128)]
 
 
 def prefill_flops(queries: int, context: int, rows: int, heads: tuple[int, int, int]) -> float:
@@ -190,24 +207,88 @@ def tune_decode() -> None:
             print(f"  {seconds * 1e6:8.1f} us  {setting}")
 
 
+# Head size -> candidates: queries, keys, warps, stages, gathered keys, gather stages, overlap, registers.
+PREFILL_TILINGS = {
+    64: [
+        (128, 64, 8, 3, 64, 3, False, 128),
+        (128, 64, 8, 3, 64, 3, True, 128),
+        (128, 64, 8, 3, 32, 3, True, 128),
+        (128, 64, 8, 4, 64, 4, False, 128),
+        (128, 64, 8, 3, 64, 3, True, None),
+        (128, 128, 8, 3, 64, 3, True, None),
+        (128, 128, 8, 3, 64, 3, False, None),
+        (64, 64, 4, 3, 64, 3, True, None),
+        (256, 64, 8, 3, 64, 3, True, None),
+    ],
+    128: [
+        (128, 128, 8, 2, 64, 3, True, None),
+        (128, 128, 8, 2, 32, 3, True, None),
+        (128, 128, 8, 2, 64, 3, False, None),
+        (128, 128, 8, 2, 64, 2, True, None),
+        (128, 64, 8, 3, 64, 3, True, None),
+        (128, 64, 8, 4, 64, 3, True, None),
+        (128, 64, 8, 3, 64, 3, False, None),
+        (64, 64, 4, 2, 64, 2, True, None),
+        (64, 128, 4, 2, 64, 2, False, None),
+    ],
+    256: [
+        (128, 32, 8, 3, 32, 3, False, None),
+        (128, 64, 8, 2, 32, 3, False, None),
+        (128, 64, 8, 2, 32, 2, True, None),
+    ],
+}
+
+
+def prefill_error(heads: tuple[int, int, int]) -> float:
+    """Relative error of attention after a prefix, against torch in float32."""
+    queries, context, rows = 500, 800, 3
+    call, paged, step = prefill_call(queries, context, heads, rows)
+    out = call()
+    assert isinstance(out, torch.Tensor)
+    q, k, v = (
+        step.float().unflatten(0, (rows, queries)).transpose(1, 2).split((heads[0], heads[1], heads[1]), 1)
+    )
+    before = context - queries
+    prefixes = (
+        cache[paged.page_table_RP].flatten(1, 2)[:, :before].transpose(1, 2).float()
+        for cache in (paged.key_cache_NBKD, paged.value_cache_NBKD)
+    )
+    keys, values = (torch.cat((prefix, own), 2) for prefix, own in zip(prefixes, (k, v), strict=True))
+    visible = torch.ones(queries, context, dtype=torch.bool, device="cuda").tril(before)
+    expected = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
+    expected = expected.transpose(1, 2).flatten(0, 1)
+    return float((out.float() - expected).norm() / expected.norm())
+
+
 def tune_prefill() -> None:
-    """Tilings of prefill attention at 8192 tokens, the best first for each head size."""
-    for heads in [*HEADS, (8, 4, 256)]:
+    """Tilings of prefill attention: TFLOP/s of each case, best in the first case first."""
+    tiles = triton_prefill._tiles
+    for heads in ((14, 2, 64), (32, 8, 128), (8, 4, 256)):
         found = []
-        for queries, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
-            if (warps == 8 and queries == 64) or queries * keys * heads[2] > 128 * 128 * 128:
-                continue
-            triton_attention.prefill_tiling = lambda *_, tile=(keys, warps, stages, queries): Tiling(*tile)
+        settings = [(setting, tiles) for setting in PREFILL_TILINGS[heads[2]]]
+        for setting, make in [*settings, (settings[0][0], lambda *_: None)]:
+            triton_prefill.prefill_tiling = lambda *_, setting=setting: PrefillTiling(*setting)
+            triton_prefill._tiles = make
+            title = f"{setting}{'' if make is tiles else ', no tile copies'}"
             try:
-                seconds = prefill_seconds(8192, 8192, heads)
-            except Exception as error:  # too much shared memory: not a candidate
-                print(f"  {queries} x {keys} w{warps} s{stages}: {type(error).__name__}")
+                error = prefill_error(heads)
+                rates = [
+                    prefill_flops(queries, context, rows, heads)
+                    / prefill_seconds(queries, context, heads, rows)
+                    / 1e12
+                    for queries, context, rows in PREFILLS
+                ]
+            except Exception as problem:  # too much shared memory: not a candidate
+                print(f"  {title}: {type(problem).__name__}: {str(problem)[:80]}", flush=True)
                 continue
-            found.append((seconds, f"{queries} x {keys} w{warps} s{stages}"))
-        print(f"\nprefill {heads[0]}:{heads[1]} d{heads[2]}")
-        for seconds, setting in sorted(found)[:5]:
-            rate = prefill_flops(8192, 8192, 1, heads) / seconds
-            print(f"  {rate / 1e12:6.0f} TFLOP/s  {setting}")
+            found.append((rates, title, error))
+        titles = [f"{rows}x{queries}/{context}" for queries, context, rows in PREFILLS]
+        print(
+            f"\nprefill {heads[0]}:{heads[1]} d{heads[2]}, TFLOP/s: " + " ".join(f"{t:>12}" for t in titles)
+        )
+        for rates, title, error in sorted(found, reverse=True):
+            wrong = "" if error < 6e-3 else f"  WRONG by {error:.1e}"
+            print(" " * 26 + " ".join(f"{rate:12.0f}" for rate in rates) + f"  {title}{wrong}", flush=True)
 
 
 def main() -> None:

@@ -96,9 +96,9 @@ def test_more_keys_than_the_most_splits_hold_at_their_shortest(
 def test_more_rows_than_one_search_looks_at(
     ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokenmill.kernels import triton_attention
+    from tokenmill.kernels import triton_prefill
 
-    monkeypatch.setattr(triton_attention, "ROWS_PER_SEARCH", 4)
+    monkeypatch.setattr(triton_prefill, "ROWS_PER_SEARCH", 4)
     spec = AttentionSpec(1, 1, 64, scale=0.125)
     rows = [(2 + index % 3, 5 + 4 * index) for index in range(11)]
     assert error(ragged, triton_device, spec, rows) < LIMITS[torch.float32]
@@ -119,3 +119,66 @@ def test_long_prompts_with_a_window(ragged: SimpleNamespace, triton_device: str)
 def test_caches_with_heads_before_tokens(ragged: SimpleNamespace, triton_device: str) -> None:
     spec = AttentionSpec(4, 2, 64, scale=0.125)
     assert error(ragged, triton_device, spec, [(1, 40), (6, 30)], heads_first=True) < LIMITS[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(7, 1, 64), (4, 2, 128), (3, 1, 80), (2, 1, 256)]
+)
+@pytest.mark.parametrize("window", [None, 90])
+def test_prompts_of_several_tiles(
+    ragged: SimpleNamespace,
+    triton_device: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5, window=window)
+    rows = [(1, 4), (170, 170), (41, 211), (2, 2)]
+    assert error(ragged, triton_device, spec, rows, dtype=dtype) < LIMITS[dtype]
+
+
+def test_keys_that_no_tile_copy_can_take(ragged: SimpleNamespace, triton_device: str) -> None:
+    """Heads of 20 numbers begin at addresses that the device cannot copy tiles from."""
+    spec = AttentionSpec(2, 1, 20, scale=0.2)
+    rows = [(150, 150), (80, 190)]
+    assert error(ragged, triton_device, spec, rows, dtype=torch.float16) < LIMITS[torch.float16]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, which computes for the interpreter, minds NaN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_of_nan_leaves_its_neighbours_alone(
+    ragged: SimpleNamespace, triton_device: str, dtype: torch.dtype
+) -> None:
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    rows = [(70, 70), (70, 90), (70, 70)]
+    step = ragged.ragged_step(spec, rows, page_size=16, dtype=dtype, seed=3, device=triton_device)
+    for tensor in (step.q, step.k, step.v):
+        tensor[70:140] = torch.nan
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], 16)
+    backend.plan(step.layout)
+    out = backend.run(step.q, step.k, step.v, 0)
+    assert out[70:140].isnan().all()
+    for tokens in (slice(0, 70), slice(140, 210)):
+        assert ragged.relative_error(out[tokens], step.expected[tokens]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_prefix_that_another_row_of_the_step_writes(
+    ragged: SimpleNamespace, triton_device: str, dtype: torch.dtype
+) -> None:
+    """The second row continues the first 64 tokens of the first: it finds them in that row's pages."""
+    spec = AttentionSpec(4, 2, 64, scale=0.125)
+    step = ragged.ragged_step(
+        spec, [(100, 100), (40, 104)], page_size=16, dtype=dtype, seed=5, device=triton_device
+    )
+    table = step.layout.page_table_RP[0]
+    table[1, :4] = table[0, :4]
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], 16)
+    backend.plan(step.layout)
+    out = backend.run(step.q, step.k, step.v, 0)
+    k, v = (torch.cat((own[:64], own[100:])) for own in (step.k, step.v))
+    expected = torch.cat((step.expected[:100], ragged.naive_attention(step.q[100:], k, v, spec)))
+    assert ragged.relative_error(out, expected) < LIMITS[dtype]

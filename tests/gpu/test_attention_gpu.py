@@ -104,6 +104,18 @@ def test_a_long_prompt(
     assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_prompts_of_every_head_size(
+    ragged: SimpleNamespace, heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5, window=window)
+    rows = [(1, 900), (2100, 2100), (513, 2950), (65, 2000), (7, 7)]
+    step = ragged.ragged_step(spec, rows, page_size=16, dtype=dtype, seed=head_dim, device="cuda")
+    assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
+
+
 def test_a_captured_step_follows_the_device(ragged: SimpleNamespace) -> None:
     """A graph planned with upper bounds gives each row's own answer after lengths and pages have changed."""
     spec = AttentionSpec(16, 8, 128, scale=128**-0.5)

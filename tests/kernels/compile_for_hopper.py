@@ -1,5 +1,7 @@
 """Compile kernels for sm_90 on a machine without a GPU and print, as JSON, what the assembler made of them.
 
+Spills are counted in the loops: a value kept aside once before a long loop costs nothing.
+
 Run as a script, because Triton cannot compile in a process that uses its interpreter.
 """
 
@@ -16,13 +18,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tokenmill.kernels import triton_attention, triton_norm
+from tokenmill.kernels import triton_attention, triton_norm, triton_prefill
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def compiled(
-    kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
+    kernel: Any,
+    pointers: dict[str, str],
+    scalars: dict[str, str],
+    constants: dict[str, Any],
+    **options: int | None,
 ) -> dict[str, Any]:
     """Registers, local memory, shared memory and tensor-core instructions of one variant.
 
@@ -32,7 +38,9 @@ def compiled(
     signature |= {name: f"*{kind}" for name, kind in pointers.items()} | scalars
     order = [parameter.name for parameter in kernel.params]
     aligned = [
-        name for name in order if name in ALIGNED or name in STRIDES or name.endswith(("_outer", "_inner"))
+        name
+        for name in order
+        if name in ALIGNED or name in STRIDES or name in OWN_STRIDES or name.endswith(("_outer", "_inner"))
     ]
     attributes = {(order.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(
@@ -52,11 +60,13 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    loops = _product_loops(sass)
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
     return {
         "registers": int(resources["REG"]),
         "stack": int(resources["STACK"]),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spills": max((loop["spills"] for loop in loops), default=0),
+        "loops": loops,
         "HGMMA": sass.count("HGMMA"),
         "HMMA": sass.count("HMMA"),
         "wide_copies": len(re.findall(r"LDGSTS\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
@@ -64,10 +74,45 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
     }
 
 
+def _product_loops(sass: str) -> list[dict[str, int]]:
+    """What the innermost loops with tensor-core products hold, in order."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", sass)]
+    spans = []
+    for at, text in code:
+        back = re.search(r"\bBRA.*?0x([0-9a-f]+)", text)
+        if back and int(back[1], 16) < at:
+            spans.append((int(back[1], 16), at))
+    loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
+    loops = {span: texts for span, texts in loops.items() if any("MMA" in text for text in texts)}
+    innermost = [
+        texts
+        for span, texts in sorted(loops.items())
+        if not any(span[0] <= other[0] and other[1] <= span[1] and other != span for other in loops)
+    ]
+    return [
+        {
+            "instructions": len(texts),
+            "spills": sum("LDL" in text or "STL" in text for text in texts),
+            "tile_copies": sum("UTMALDG" in text for text in texts),
+            "exponentials_in_flight": _exponentials_in_flight(texts),
+        }
+        for texts in innermost
+    ]
+
+
+def _exponentials_in_flight(loop: list[str]) -> int:
+    """Exponentials that a loop starts after it has waited for a product and begun another."""
+    wait = next((index for index, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text), 0)
+    after = loop[wait:] + loop[:wait]
+    product = next(index for index, text in enumerate(after) if "MMA" in text)
+    return sum("MUFU.EX2" in text for text in after[product:])
+
+
 STRIDES = dict.fromkeys(
     ("stride_qt", "stride_qh", "stride_page", "stride_token", "stride_head", "stride_ot", "stride_oh"), "i32"
 )
-ALIGNED = {"q", "key_cache", "value_cache", "out", "x", "residual", "weight", "total"}
+OWN_STRIDES = dict.fromkeys(("stride_kt", "stride_kh", "stride_vt", "stride_vh"), "i32")
+ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "weight", "total"}
 CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
 
 
@@ -96,22 +141,36 @@ def decode(head_dim: int, group: int, *, single: bool) -> dict[str, Any]:
     return compiled(triton_attention._decode_kernel, pointers, scalars, constants, **options)
 
 
-def prefill(head_dim: int, group: int, *, window: int = 0) -> dict[str, Any]:
-    tiling = triton_attention.prefill_tiling(head_dim, 2, 4096)
+def prefill(
+    head_dim: int, group: int, *, window: int = 0, tiling: triton_prefill.PrefillTiling | None = None
+) -> dict[str, Any]:
+    tiling = tiling or triton_prefill.prefill_tiling(head_dim, 2, 4096)
+    block_dim = triton.next_power_of_2(head_dim)
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": 16,
         "WINDOW": window,
-        "ROWS_PER_SEARCH": triton_attention.ROWS_PER_SEARCH,
+        "ROWS_PER_SEARCH": triton_prefill.ROWS_PER_SEARCH,
         "BLOCK_M": tiling.queries,
         "BLOCK_N": tiling.keys,
-        "BLOCK_DIM": triton.next_power_of_2(head_dim),
+        "BLOCK_GATHER": tiling.gathered_keys,
+        "BLOCK_DIM": block_dim,
+        "STAGES": tiling.num_stages,
+        "GATHER_STAGES": tiling.gather_stages,
+        "OVERLAP": tiling.overlap,
     }
-    pointers = {"q": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
-    scalars = {"scale_log2": "fp32", "num_rows": "i32", "stride_table": "i32", **STRIDES}
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return compiled(triton_attention._prefill_kernel, pointers, scalars, constants, **options)
+    pointers = {"q": "bf16", "k": "bf16", "v": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
+    scalars = {"scale_log2": "fp32", "num_rows": "i32", "stride_table": "i32", **STRIDES, **OWN_STRIDES}
+    tiles = f"tensordesc<bf16[1, {tiling.keys}, {block_dim}]>"
+    options = {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers}
+    return compiled(
+        triton_prefill._prefill_kernel,
+        pointers,
+        {**scalars, "k_tiles": tiles, "v_tiles": tiles},
+        constants,
+        **options,
+    )
 
 
 def norm(size: int) -> dict[str, Any]:
@@ -128,6 +187,8 @@ if __name__ == "__main__":
             "decode 64": decode(64, 7, single=True),
             "decode 128 split": decode(128, 4, single=False),
             "prefill 64 window": prefill(64, 7, window=512),
+            "prefill 64": prefill(64, 7),
+            "prefill 96": prefill(96, 3),
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
             "norm 4096": norm(4096),

@@ -13,6 +13,8 @@ import pytest
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
+PREFILLS = ("prefill 64 window", "prefill 64", "prefill 96", "prefill 128", "prefill 256")
+
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
@@ -27,7 +29,7 @@ def compiled() -> dict[str, dict[str, Any]]:
     return result
 
 
-def test_no_register_is_spilled(compiled: dict[str, dict[str, Any]]) -> None:
+def test_no_loop_spills_a_register(compiled: dict[str, dict[str, Any]]) -> None:
     assert {name: facts["spills"] for name, facts in compiled.items()} == dict.fromkeys(compiled, 0)
 
 
@@ -39,8 +41,19 @@ def test_shared_memory_fits(compiled: dict[str, dict[str, Any]]) -> None:
 
 
 def test_prefill_multiplies_with_warp_groups(compiled: dict[str, dict[str, Any]]) -> None:
-    for name in ("prefill 64 window", "prefill 128", "prefill 256"):
+    for name in PREFILLS:
         assert compiled[name]["HGMMA"] > 0, name
+
+
+def test_prefill_copies_its_own_keys_in_tiles(compiled: dict[str, dict[str, Any]]) -> None:
+    for name in PREFILLS:
+        assert sum(loop["tile_copies"] > 0 for loop in compiled[name]["loops"]) == 1, name
+
+
+def test_prefill_multiplies_values_while_it_computes_a_softmax(compiled: dict[str, dict[str, Any]]) -> None:
+    for name in ("prefill 96", "prefill 128"):
+        (own_keys,) = (loop for loop in compiled[name]["loops"] if loop["tile_copies"])
+        assert own_keys["exponentials_in_flight"] >= 60, name  # of 64 scores, and two factors
 
 
 def test_decode_multiplies_on_tensor_cores(compiled: dict[str, dict[str, Any]]) -> None:
@@ -49,5 +62,5 @@ def test_decode_multiplies_on_tensor_cores(compiled: dict[str, dict[str, Any]]) 
 
 
 def test_keys_and_values_are_fetched_ahead_in_wide_copies(compiled: dict[str, dict[str, Any]]) -> None:
-    for name in ("decode 64", "decode 128 split", "prefill 64 window", "prefill 128", "prefill 256"):
+    for name in ("decode 64", "decode 128 split", *PREFILLS):
         assert compiled[name]["wide_copies"] >= 16, name

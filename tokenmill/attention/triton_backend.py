@@ -1,4 +1,4 @@
-"""Attention on the GPU by our own Triton kernels; the mathematics are in `kernels/triton_attention.py`.
+"""Attention on the GPU by our own Triton kernels; the mathematics are in `kernels/triton_*.py`.
 
 Only upper bounds are taken from the host's numbers. A step planned from persistent tensors can therefore be
 captured in a CUDA graph and replayed after those tensors change, as long as the bounds still hold.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
-from tokenmill.kernels import triton_attention
+from tokenmill.kernels import triton_attention, triton_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,10 @@ class TritonBackend:
                 out_RHD=out_THD[:split],
             )
         if work.longest_query:
-            triton_attention.prefill(
+            triton_prefill.prefill(
                 q_THD[split:],
+                k_TKD[split:],
+                v_TKD[split:],
                 self._rows(layout, layer, slice(split, None)),
                 query_starts=work.prefill_starts,
                 longest_query=work.longest_query,

@@ -1,4 +1,4 @@
-"""Paged attention on the GPU: write keys and values, attend with one query a row, attend with many.
+"""Paged attention on the GPU: write keys and values, and attend with one query a row.
 
 The reference is `attention/torch_backend.py`. Nothing here waits for the device, and a launch depends on
 host numbers only through upper bounds, so that every launch can be captured in a CUDA graph.
@@ -29,7 +29,6 @@ SPLIT_TOKENS_MANY_ROWS = 512
 SPLITS_MANY_ROWS = 4
 
 COMBINED_SPLITS = 16  # splits a combining program reads at once
-ROWS_PER_SEARCH = 128  # rows a prefill program looks at, at once, to find its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,54 +164,6 @@ def _combine(
     )
 
 
-def prefill(
-    q_THD: torch.Tensor,
-    rows: PagedRows,
-    *,
-    query_starts: torch.Tensor,
-    longest_query: int,
-    scale: float,
-    window: int | None,
-    out_THD: torch.Tensor,
-) -> None:
-    """Causal attention of the last tokens of each row, written to `out_THD`.
-
-    Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step, T counts the tokens of all
-    of `rows`, and token `query_starts[0]` is the first of `q_THD`. `longest_query` only chooses the tile.
-    """
-    num_tokens, num_heads, head_dim = q_THD.shape
-    num_rows = rows.lengths_R.shape[0]
-    tiling = prefill_tiling(head_dim, q_THD.element_size(), longest_query)
-    max_tiles = num_tokens // tiling.queries + num_rows
-    _prefill_kernel[(num_heads, max_tiles)](
-        q_THD,
-        rows.key_cache_NBKD,
-        rows.value_cache_NBKD,
-        rows.page_table_RP,
-        query_starts,
-        rows.lengths_R,
-        out_THD,
-        scale * LOG2_E,
-        num_rows,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        *rows.key_cache_NBKD.stride()[:3],
-        rows.page_table_RP.stride(0),
-        out_THD.stride(0),
-        out_THD.stride(1),
-        GROUP=num_heads // rows.key_cache_NBKD.shape[2],
-        HEAD_DIM=head_dim,
-        PAGE_SIZE=rows.key_cache_NBKD.shape[1],
-        WINDOW=window or 0,
-        ROWS_PER_SEARCH=ROWS_PER_SEARCH,
-        BLOCK_M=tiling.queries,
-        BLOCK_N=tiling.keys,
-        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
-
-
 def split_limits(streams: int, most_keys: int) -> tuple[int, int]:
     """(most splits of a row, fewest keys of a split) for `streams` pairs of row and key head."""
     few = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, streams)))
@@ -225,7 +176,7 @@ def split_limits(streams: int, most_keys: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The keys a program takes at a time, its queries (prefill), and how the compiler lays it out.
+    """The keys a program takes at a time, and how the compiler lays it out.
 
     Page numbers are loaded before the keys they lead to. The compiler gives that load a share of the stages:
     keys are fetched one tile ahead with 3 or 4 stages, two ahead with 5.
@@ -234,7 +185,6 @@ class Tiling:
     keys: int
     num_warps: int
     num_stages: int
-    queries: int = 1
 
 
 def decode_tiling(block_dim: int, element_size: int) -> Tiling:
@@ -242,16 +192,6 @@ def decode_tiling(block_dim: int, element_size: int) -> Tiling:
     if element_size == 4:  # no tensor cores at full precision: registers set the size
         return Tiling(keys=32 if block_dim <= 64 else 16, num_warps=4, num_stages=5)
     return Tiling(min(128, max(16, DECODE_TILE_BYTES // (block_dim * element_size))), 4, 5)
-
-
-def prefill_tiling(head_dim: int, element_size: int, longest_query: int) -> Tiling:
-    """The largest tile that needs no more registers than there are; a smaller one for short prompts."""
-    if element_size == 4:
-        return Tiling(keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2, queries=16)
-    keys = 32 if head_dim > 128 else 64
-    if longest_query <= 64:
-        return Tiling(keys, num_warps=4, num_stages=3, queries=64)
-    return Tiling(keys, num_warps=8, num_stages=3, queries=128)
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
@@ -456,141 +396,3 @@ def _combine_kernel(
         acc += tl.sum(pieces * tl.exp2(log - peak)[:, None], axis=0)
     target = out + row * stride_ot + head * stride_oh + columns
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
-
-
-@triton.jit
-def _attend(
-    acc,
-    total,
-    peak,
-    query,
-    query_positions,
-    keys,
-    values,
-    table,
-    start,
-    stop,
-    scale_log2,
-    stride_page,
-    stride_token,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take the keys [start, stop) into the running softmax; unmasked, every query sees all of them."""
-    for tile in range(start, stop, BLOCK_N):
-        positions = tile + tl.arange(0, BLOCK_N)
-        keep = positions < stop
-        offsets = _token_offsets(table, positions, keep, stride_page, stride_token, PAGE_SIZE, MASKED)
-        k = _load_tile(keys, offsets, keep, HEAD_DIM, BLOCK_DIM, MASKED)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            visible = positions[None, :] <= query_positions[:, None]
-            if WINDOW:
-                visible = visible & (positions[None, :] > query_positions[:, None] - WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale_log2)
-        shift = new_peak
-        if MASKED and WINDOW:
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query that has seen no key yet
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        fade = tl.exp2(peak - shift)
-        total = total * fade + tl.sum(weights, axis=1)
-        v = _load_tile(values, offsets, keep, HEAD_DIM, BLOCK_DIM, MASKED)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        peak = new_peak
-    return acc, total, peak
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "stride_table"],
-    do_not_specialize_on_alignment=["page_table", "query_starts", "lengths"],
-)
-def _prefill_kernel(
-    q,
-    key_cache,
-    value_cache,
-    page_table,
-    query_starts,
-    lengths,
-    out,
-    scale_log2,
-    num_rows,
-    stride_qt,
-    stride_qh,
-    stride_page,
-    stride_token,
-    stride_head,
-    stride_table,
-    stride_ot,
-    stride_oh,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS_PER_SEARCH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    head = tl.program_id(0)
-    # The last tiles of a prompt see the most keys: they go first, so that no long one is left at the end.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-
-    # Row r begins at tile starts[r] // BLOCK_M + r: no two rows share a tile, and some tiles stay empty.
-    base = tl.load(query_starts)
-    row = -1
-    for begin in range(0, num_rows, ROWS_PER_SEARCH):
-        candidates = begin + tl.arange(0, ROWS_PER_SEARCH)
-        starts = tl.load(query_starts + candidates, mask=candidates < num_rows, other=0)
-        begun = ((starts - base) // BLOCK_M + candidates <= tile) & (candidates < num_rows)
-        row += tl.sum(begun.to(tl.int32), axis=0)
-    query_start = tl.load(query_starts + row) - base
-    num_queries = tl.load(query_starts + row + 1) - base - query_start
-    first_query = (tile - (query_start // BLOCK_M + row)) * BLOCK_M
-    if first_query >= num_queries:
-        return
-
-    length = tl.load(lengths + row)
-    columns = tl.arange(0, BLOCK_DIM)
-    queries = first_query + tl.arange(0, BLOCK_M)
-    tokens = (query_start + queries).to(tl.int64)
-    keep_q = (queries < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
-    query = tl.load(
-        q + tokens[:, None] * stride_qt + head * stride_qh + columns[None, :], mask=keep_q, other=0
-    )
-    keys = key_cache + (head // GROUP).to(tl.int64) * stride_head
-    values = value_cache + (head // GROUP).to(tl.int64) * stride_head
-    table = page_table + tl.cast(row, tl.int64) * stride_table
-    query_positions = length - num_queries + queries
-    first_position = length - num_queries + first_query
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
-
-    # Keys in order: behind some query's window | seen by all queries | past some query.
-    begin = 0
-    seen_by_all_stop = (first_position + 1) // BLOCK_N * BLOCK_N
-    if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        edge_stop = tl.cdiv(tl.maximum(first_position + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N
-        edge_stop = tl.minimum(edge_stop, seen_by_all_stop)
-        acc, total, peak = _attend(
-            acc, total, peak, query, query_positions, keys, values, table, begin, edge_stop,
-            scale_log2, stride_page, stride_token, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, True,
-        )  # fmt: skip
-        begin = edge_stop
-    acc, total, peak = _attend(
-        acc, total, peak, query, query_positions, keys, values, table, begin, seen_by_all_stop,
-        scale_log2, stride_page, stride_token, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, False,
-    )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, query, query_positions, keys, values, table, seen_by_all_stop,
-        tl.minimum(first_position + BLOCK_M, length),
-        scale_log2, stride_page, stride_token, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, True,
-    )  # fmt: skip
-    target = out + tokens[:, None] * stride_ot + head * stride_oh + columns[None, :]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep_q)
