@@ -51,9 +51,8 @@ def test_prefill_copies_its_own_keys_in_tiles(compiled: dict[str, dict[str, Any]
 
 
 def test_prefill_multiplies_values_while_it_computes_a_softmax(compiled: dict[str, dict[str, Any]]) -> None:
-    for name in ("prefill 96", "prefill 128"):
-        (own_keys,) = (loop for loop in compiled[name]["loops"] if loop["tile_copies"])
-        assert own_keys["exponentials_in_flight"] >= 60, name  # of 64 scores, and two factors
+    (own_keys,) = (loop for loop in compiled["prefill 256"]["loops"] if loop["tile_copies"])
+    assert own_keys["exponentials_in_flight"] >= 30  # of a thread's 32 scores, and two factors
 
 
 def test_decode_multiplies_on_tensor_cores(compiled: dict[str, dict[str, Any]]) -> None:

@@ -62,3 +62,6 @@ class Step:
 
     positions_T: torch.Tensor  # int64
     attention: Backend
+    # Tokens whose final hidden states are asked for (int64); None: all. What the last layer does after its
+    # attention is computed for them only.
+    needed_N: torch.Tensor | None = None

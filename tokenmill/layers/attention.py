@@ -38,12 +38,22 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(hidden_size, sum(parts.values()), bias=qkv_bias, dtype=dtype, parts=parts)
         self.o_proj = Linear(query_size, hidden_size, bias=output_bias, dtype=dtype)
 
-    def forward(self, hidden_TE: torch.Tensor, rotation: Rotation, backend: Backend) -> torch.Tensor:
-        """[T, E] -> [T, E]; the backend must have planned the step and stores its keys and values."""
+    def forward(
+        self,
+        hidden_TE: torch.Tensor,
+        rotation: Rotation,
+        backend: Backend,
+        needed_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, E] -> [T, E], or [N, E] of the needed tokens (int64).
+
+        The backend must have planned the step, and stores the keys and values of all tokens.
+        """
         q_THD, k_TKD, v_TKD = self.project(hidden_TE)
         q_THD, k_TKD = rotate(q_THD, k_TKD, *rotation)
         attended_THD = backend.run(q_THD, k_TKD, v_TKD, self.layer)
-        output_TE: torch.Tensor = self.o_proj(attended_THD.flatten(1))
+        attended_TF = attended_THD.flatten(1)
+        output_TE: torch.Tensor = self.o_proj(attended_TF if needed_N is None else attended_TF[needed_N])
         return output_TE
 
     def project(self, hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -33,11 +33,21 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(spec.hidden_size, spec.inner_size, bias=spec.family.mlp_bias, dtype=dtype)
 
     def forward(
-        self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, rotation: Rotation, backend: Backend
+        self,
+        hidden_TD: torch.Tensor,
+        residual_TD: torch.Tensor,
+        rotation: Rotation,
+        backend: Backend,
+        needed_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output of the previous layer, residual) -> (output, residual that it is to be added to)"""
+        """(output of the previous layer, residual) -> (output, residual that it is to be added to)
+
+        With `needed_N` both results are [N, D], for those tokens; the keys and values of all are stored.
+        """
         hidden_TD, residual_TD = self.input_layernorm.add(hidden_TD, residual_TD)
-        hidden_TD = self.self_attn(hidden_TD, rotation, backend)
+        hidden_TD = self.self_attn(hidden_TD, rotation, backend, needed_N)
+        if needed_N is not None:
+            residual_TD = residual_TD[needed_N]
         hidden_TD, residual_TD = self.post_attention_layernorm.add(hidden_TD, residual_TD)
         return self.mlp(hidden_TD), residual_TD
 
@@ -78,12 +88,15 @@ class CausalDecoder(nn.Module):
         )
 
     def forward(self, tokens_T: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T] -> [T, D]"""
+        """[T] -> [T, D], or [N, D] where `step` needs only some tokens"""
         rotation = self.rotary(step.positions_T)
         hidden_TD = self.embed_tokens(tokens_T)
         residual_TD = torch.zeros_like(hidden_TD)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, step.attention)
+        hidden_TD, residual_TD = self.layers[-1](
+            hidden_TD, residual_TD, rotation, step.attention, step.needed_N
+        )
         normed_TD, _ = self.norm.add(hidden_TD, residual_TD)
         return normed_TD
 

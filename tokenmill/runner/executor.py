@@ -24,10 +24,15 @@ class Executor:
     def pool(self) -> PagePool:
         return self._pool
 
-    def forward(self, token_ids_T: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-        """Hidden states [T, hidden] after the final norm; keys and values are in the pool afterwards."""
+    def forward(
+        self, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden] after the final norm, or [N, hidden] of the needed tokens (int64).
+
+        The keys and values of all tokens are in the pool afterwards.
+        """
         self._attention.plan(layout)
-        return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention))
+        return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocabulary] in the model's dtype."""
