@@ -30,11 +30,12 @@ _log = logging.getLogger("tokenmill")
 # Steps as (rows that decode, (tokens computed now, tokens before them) of every row). Kernels choose their
 # tiles by the longest run of tokens, and may choose by whether there is something before it.
 _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
-    (0, ((16, 0),)),
+    (0, ((2, 0),)),
+    (0, ((64, 0),)),
     (0, ((512, 0),)),
-    (0, ((16, 16), (16, 0))),
+    (0, ((2, 16), (2, 0))),
     (0, ((512, 16),)),
-    (1, ((1, 16), (16, 0))),
+    (1, ((1, 16), (2, 0))),
 )
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.
 _MOST_OF_FREE_MEMORY = 0.25
