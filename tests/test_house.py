@@ -54,6 +54,7 @@ GRANTS: dict[str, set[str]] = {
         "attention",
         "parallel",
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
+        "kernels.compilation",  # it compiles what the parts below it will launch
     },
     "sampling": {"kernels"},
     "speculative": {"sampling", "layers", "kernels", "hub"},

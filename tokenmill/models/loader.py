@@ -66,6 +66,11 @@ def load_model(
     return cast(Model, network)
 
 
+def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Model:
+    """A model whose weights are whatever the memory held."""
+    return cast(Model, _build(spec, dtype=dtype, device=device))
+
+
 def _build(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
     network: nn.Module = model_class(spec.architecture)(spec, dtype=dtype, device=device)
     return network

@@ -1,4 +1,4 @@
-"""CUDA graphs for steps in which every row decodes: one graph per batch size, captured when first needed.
+"""CUDA graphs for steps in which every row decodes. Which sizes there are is decided in `capture.py`.
 
 A graph holds the whole step: last tokens, embedding, layers, logits, sampling, and the write of the new last
 tokens. Its inputs are the rows' slots and positions; everything else lies in the persistent rows.
@@ -6,7 +6,7 @@ tokens. Its inputs are the rows' slots and positions; everything else lies in th
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch
 
 from tokenmill.messages import IntArray
 from tokenmill.runner.batch import Rows
+from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.executor import Executor
 from tokenmill.sampling import SamplingNeeds, sample
 
@@ -31,30 +32,35 @@ class _Graph:
     tokens_B: torch.Tensor  # int64, what was drawn
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Sizes worth a graph: dense where a padded row costs most of a step's time, sparse above."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
-    return [size for size in sizes if size < most] + [most]
-
-
 class DecodeGraphs:
-    """Replays decode steps. Not thread-safe; owned by one runner."""
+    """Replays decode steps. Not thread-safe; owned by one runner.
 
-    def __init__(self, executor: Executor, rows: Rows, *, max_rows: int, device: torch.device) -> None:
+    Kernels are compiled before (`warmup.py`), so a capture only records. All graphs share one memory pool,
+    because they never run at the same time.
+    """
+
+    def __init__(
+        self, executor: Executor, rows: Rows, *, policy: CapturePolicy, device: torch.device
+    ) -> None:
         self._executor = executor
         self._rows = rows
-        self._sizes = batch_sizes(max_rows)
+        self._policy = policy
         self._device = device
         self._graphs: dict[tuple[int, SamplingNeeds], _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def replay(self, slots: IntArray, positions: IntArray, needs: SamplingNeeds) -> torch.Tensor:
-        """Queue one step; returns its tokens (int64 [rows]), valid until the next replay of this size."""
+    def replay(self, slots: IntArray, positions: IntArray, needs: SamplingNeeds) -> torch.Tensor | None:
+        """Queue one step; returns its tokens (int64 [rows]), valid until the next replay of this size.
+
+        None: there is no graph that is large enough, and no memory to capture one.
+        """
         count = len(slots)
-        size = self._sizes[bisect.bisect_left(self._sizes, count)]
-        captured = self._graphs.get((size, needs)) or self._capture(size, needs)
-        inputs = np.zeros((2, size), dtype=np.int64)
+        # Greedy rows are drawn by the same kernels as random ones.
+        captured = self._graph(count, SamplingNeeds(random=True, filters=needs.random and needs.filters))
+        if captured is None:
+            return None
+        inputs = np.zeros((2, captured.inputs_2B.shape[1]), dtype=np.int64)
         inputs[0, :count] = slots
         inputs[0, count:] = self._rows.spare_slot
         inputs[1, :count] = positions
@@ -62,29 +68,66 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.tokens_B[:count]
 
+    def _graph(self, num_rows: int, needs: SamplingNeeds) -> _Graph | None:
+        """A graph for at least so many rows, captured now if the policy wants it."""
+        size = self._policy.choose(num_rows, needs)
+        while size is not None and (size, needs) not in self._graphs:
+            try:
+                self._graphs[size, needs] = self._capture(size, needs)
+            except torch.OutOfMemoryError:
+                _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
+                self._policy.stop()
+                size = self._policy.choose(num_rows, needs)
+        return None if size is None else self._graphs[size, needs]
+
     def _capture(self, size: int, needs: SamplingNeeds) -> _Graph:
-        """Record the step on the spare row, after one run that compiles what is missing."""
+        """Record the step on the spare row."""
         began = time.perf_counter()
         inputs_2B = torch.zeros((2, size), dtype=torch.int64, device=self._device)
         inputs_2B[0] = self._rows.spare_slot
-        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._step(inputs_2B, needs)
-            # Other threads (a second engine) may go on using the device meanwhile.
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            tokens_B = self._step(inputs_2B, needs)
-            graph.capture_end()
+            if not self._graphs:  # cuBLAS takes its workspace for this stream
+                decode_step(self._executor, self._rows, inputs_2B, needs)
+            try:
+                graph, tokens_B = self._record(inputs_2B, needs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # something sets itself up at its first use, not in a capture
+                _log.warning("capturing %d rows failed, trying again after a run: %s", size, error)
+                decode_step(self._executor, self._rows, inputs_2B, needs)
+                graph, tokens_B = self._record(inputs_2B, needs)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._graphs[size, needs] = captured = _Graph(graph, inputs_2B, tokens_B)
-        _log.debug("captured %d rows, %s, in %.3f s", size, needs, time.perf_counter() - began)
-        return captured
+        seconds = time.perf_counter() - began
+        self._policy.captured(size, needs, seconds=seconds)
+        _log.debug("captured %d rows, %s, in %.3f s", size, needs, seconds)
+        return _Graph(graph, inputs_2B, tokens_B)
 
-    def _step(self, inputs_2B: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
-        slots_B, positions_B = inputs_2B
-        token_ids_B = self._rows.last_token_S[slots_B]
-        hidden_BD = self._executor.forward(token_ids_B, self._rows.decode_layout(slots_B, positions_B))
-        columns = self._rows.sampling_columns(slots_B, positions_B + 1)
-        tokens_B = sample(self._executor.logits(hidden_BD), columns, needs)
-        self._rows.last_token_S[slots_B] = tokens_B
-        return tokens_B
+    def _record(
+        self, inputs_2B: torch.Tensor, needs: SamplingNeeds
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The step as a graph, and the tokens it will draw. Nothing runs."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a second engine) may go on using the device meanwhile.
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            tokens_B = decode_step(self._executor, self._rows, inputs_2B, needs)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is void, which is no news
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, tokens_B
+
+
+def decode_step(
+    executor: Executor, rows: Rows, inputs_2B: torch.Tensor, needs: SamplingNeeds
+) -> torch.Tensor:
+    """One token of each row, from device tensors alone: slots and positions in, tokens out (int64)."""
+    slots_B, positions_B = inputs_2B
+    token_ids_B = rows.last_token_S[slots_B]
+    hidden_BD = executor.forward(token_ids_B, rows.decode_layout(slots_B, positions_B))
+    columns = rows.sampling_columns(slots_B, positions_B + 1)
+    tokens_B = sample(executor.logits(hidden_BD), columns, needs)
+    rows.last_token_S[slots_B] = tokens_B
+    return tokens_B

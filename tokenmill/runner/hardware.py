@@ -38,7 +38,7 @@ class Placement:
 
 def place(config: EngineConfig, spec: ModelSpec) -> Placement:
     """Resolve device, dtype, attention backend and batch limits for a model."""
-    device = _device(config)
+    device = choose_device(config)
     max_running = config.max_running_requests or _MAX_RUNNING[device.type]
     chunk = config.chunked_prefill_size
     if chunk == -1:  # no chunks: a step holds the longest prompt
@@ -62,7 +62,8 @@ def place(config: EngineConfig, spec: ModelSpec) -> Placement:
     return placement
 
 
-def _device(config: EngineConfig) -> torch.device:
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device of a configuration, without looking at the model."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -73,6 +74,19 @@ def _device(config: EngineConfig) -> torch.device:
             f"base_gpu_id={config.base_gpu_id}, but there are {count} GPUs (0 to {count - 1})"
         )
     return torch.device("cuda", config.base_gpu_id)
+
+
+def wake(device: torch.device) -> None:
+    """Use a GPU once, with the current thread: the driver, cuBLAS and Triton take a while to load.
+
+    Most of it is not Python, so it goes well with other work in another thread.
+    """
+    torch.cuda.set_device(device)
+    a = torch.zeros((16, 16), dtype=torch.bfloat16, device=device)
+    torch.mm(a, a)
+    from triton.runtime.driver import driver
+
+    driver.active.get_current_target()
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,0 +1,166 @@
+"""On a GPU: nothing is left to compile after the start, and want of memory costs time but no tokens."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenmill
+from tokenmill.runner import graphs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# A step of 8,192 tokens takes a good gigabyte for the activations of its feed-forward layers.
+WIDE = {"head_dim": 64, "intermediate_size": 16384, "max_position_embeddings": 8192}
+ARGUMENTS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_total_tokens": 20000}
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(21)
+    return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def greedy(count: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the kernels that were compiled, or read from the disk, since the last `clear`."""
+    import triton
+
+    names: list[str] = []
+
+    def note(*, src: Any, **_: Any) -> None:
+        names.append(src.name)
+
+    triton.knobs.compilation.listener = note
+    yield names
+    triton.knobs.compilation.listener = None
+
+
+# Shapes no other test of the process uses, so that each start begins with nothing compiled.
+@pytest.mark.parametrize(
+    ("family", "num_heads", "dtype"), [("llama", 6, "bfloat16"), ("qwen3", 10, "float16")]
+)
+def test_every_kernel_is_compiled_at_the_start(
+    make_model: Callable[..., Path], compiled: list[str], family: str, num_heads: int, dtype: str
+) -> None:
+    folder = make_model(family, head_dim=64, num_attention_heads=num_heads, max_position_embeddings=2048)
+    with tokenmill.Engine(model_path=str(folder), device="cuda", dtype=dtype) as engine:
+        assert "_rms_norm_kernel" in compiled or "_add_rms_norm_kernel" in compiled
+        compiled.clear()
+        batch = prompts(1, 5, 16, 17, 63, 64, 65, 300, 1100, *range(2, 40))
+        for params in (greedy(40), {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 9}):
+            for _ in range(2):  # the second time their prefixes are cached
+                engine.generate(input_ids=batch, sampling_params=params)
+                engine.generate(input_ids=batch[7], sampling_params=params)
+        assert compiled == []
+
+
+def test_captures_need_no_run_before_them(
+    make_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.DEBUG, logger="tokenmill"),
+        tokenmill.Engine(
+            model_path=str(make_model("llama", head_dim=64)), device="cuda", log_level="debug"
+        ) as engine,
+    ):
+        for count in (1, 2, 4, 30, 100, 300):
+            engine.generate(input_ids=prompts(*range(3, 3 + count)), sampling_params=greedy(4))
+    captures = [record for record in caplog.records if record.msg.startswith("captured")]
+    assert len(captures) >= 6
+    assert "trying again" not in caplog.text
+    assert max(record.args[2] for record in captures[1:]) < 0.1  # type: ignore[index, operator]
+
+
+@pytest.fixture
+def only_so_much() -> Iterator[Callable[[int], None]]:
+    """`only_so_much(bytes)` leaves this process that much memory beyond what it uses."""
+
+    def limit(spare: int) -> None:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("spare", [600 * 2**20, 150 * 2**20])
+def test_steps_that_do_not_fit_run_in_parts(
+    make_model: Callable[..., Path],
+    only_so_much: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    spare: int,
+) -> None:
+    batch = prompts(4000, 4000, 100, 1)
+    with tokenmill.Engine(model_path=str(make_model("llama", **WIDE)), **ARGUMENTS) as engine:
+        expected = engine.generate(input_ids=batch, sampling_params=greedy(20))
+        engine.flush_cache()
+        only_so_much(spare)
+        results = engine.generate(input_ids=batch, sampling_params=greedy(20))
+    assert "no memory for" in caplog.text
+    assert [r["output_ids"] for r in results] == [r["output_ids"] for r in expected]
+
+
+def test_steps_fit_the_memory_that_is_left(
+    make_model: Callable[..., Path], only_so_much: Callable[[int], None]
+) -> None:
+    """An engine that starts with little memory plans smaller steps."""
+    batch = prompts(4000, 100)
+    folder = str(make_model("llama", **WIDE))
+    with tokenmill.Engine(model_path=folder, **ARGUMENTS) as engine:
+        expected = engine.generate(input_ids=batch, sampling_params=greedy(20))
+        full = engine.get_server_info()["max_step_tokens"]
+    only_so_much(1000 * 2**20)
+    with tokenmill.Engine(model_path=folder, **ARGUMENTS) as engine:
+        assert engine.get_server_info()["max_step_tokens"] < full
+        results = engine.generate(input_ids=batch, sampling_params=greedy(20))
+    assert [r["output_ids"] for r in results] == [r["output_ids"] for r in expected]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(torch.OutOfMemoryError, "no memory is left to capture"), (RuntimeError, "trying again after a run")],
+)
+def test_a_capture_that_fails_is_no_reason_to_stop(
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+    message: str,
+) -> None:
+    """A capture that fails half-way leaves stream and rows fit for use."""
+    step, count = graphs.decode_step, 0
+
+    def fail_in_the_third(*arguments: Any) -> torch.Tensor:
+        nonlocal count
+        tokens = step(*arguments)
+        count += 1
+        if count == 3:  # the first capture runs the step once before
+            raise error("for the test")
+        return tokens
+
+    def run(engine: tokenmill.Engine) -> list[list[int]]:
+        few = engine.generate(input_ids=prompts(1, 2), sampling_params=greedy(9))
+        many = engine.generate(input_ids=prompts(*range(1, 12)), sampling_params=greedy(9))
+        return [result["output_ids"] for result in few + many]
+
+    folder = str(make_model("qwen3", head_dim=64))
+    with tokenmill.Engine(model_path=folder, **ARGUMENTS, disable_cuda_graph=True) as engine:
+        expected = run(engine)
+    with tokenmill.Engine(model_path=folder, **ARGUMENTS) as engine:
+        monkeypatch.setattr(graphs, "decode_step", fail_in_the_third)
+        assert run(engine) == expected
+        assert run(engine) == expected
+    assert message in caplog.text

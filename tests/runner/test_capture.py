@@ -1,0 +1,106 @@
+"""When a batch size gets a graph of its own: padding and captures cost about the same, and neither much."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tokenmill.runner.capture import CapturePolicy, batch_sizes, row_seconds
+
+CAPTURE_SECONDS = 0.04
+ROW_SECONDS = 2.5e-6
+
+
+class Costs:
+    """Drives a policy and adds up what its choices cost."""
+
+    def __init__(self, most: int = 256, *, row_seconds: float = ROW_SECONDS) -> None:
+        self.policy = CapturePolicy(most, row_seconds=row_seconds)
+        self.row_seconds = row_seconds
+        self.graphs: set[tuple[int, str]] = set()
+        self.padding = 0.0
+        self.num_captures = 0
+
+    def step(self, num_rows: int, kind: str = "plain") -> int:
+        size = self.policy.choose(num_rows, kind)
+        assert size is not None
+        assert size >= num_rows
+        if (size, kind) not in self.graphs:
+            self.graphs.add((size, kind))
+            self.num_captures += 1
+            self.policy.captured(size, kind, seconds=CAPTURE_SECONDS)
+        self.padding += (size - num_rows) * self.row_seconds
+        return size
+
+
+def test_a_batch_of_one_size_is_captured_once() -> None:
+    costs = Costs()
+    assert {costs.step(1) for _ in range(1000)} == {1}
+    assert costs.num_captures == 1
+
+
+def test_a_batch_that_drains_is_captured_a_few_times_only() -> None:
+    costs = Costs()
+    for num_rows in range(256, 0, -1):
+        for _ in range(4):
+            costs.step(num_rows)
+    assert costs.num_captures <= 6
+    assert costs.padding <= 6 * CAPTURE_SECONDS
+    assert costs.padding + costs.num_captures * CAPTURE_SECONDS < len(batch_sizes(256)) * CAPTURE_SECONDS / 3
+
+
+def test_a_batch_that_grows_row_by_row_is_captured_at_powers_of_two() -> None:
+    costs = Costs(row_seconds=0.0)
+    sizes = [costs.step(num_rows) for num_rows in range(1, 257)]
+    assert sizes == sorted(sizes)
+    assert costs.num_captures == 9
+
+
+def test_a_size_that_stays_gets_its_own_graph() -> None:
+    costs = Costs()
+    for num_rows in (256, 5):
+        for _ in range(200):
+            last = costs.step(num_rows)
+    assert last == 8
+
+
+def test_captures_never_cost_more_than_the_padding_before_them() -> None:
+    rng = random.Random(3)
+    costs = Costs(1000)
+    forced = 0
+    for _ in range(5000):
+        before = costs.num_captures
+        num_rows = min(1000, int(rng.paretovariate(0.4)))
+        largest = max((size for size, _ in costs.graphs), default=0)
+        costs.step(num_rows)
+        forced += costs.num_captures > before and num_rows > largest
+    assert forced <= 11
+    # The last piece of padding may overshoot.
+    assert (costs.num_captures - forced) * CAPTURE_SECONDS <= costs.padding + 1000 * ROW_SECONDS
+
+
+def test_kinds_do_not_stand_in_for_each_other() -> None:
+    costs = Costs()
+    costs.step(64, "plain")
+    assert costs.step(3, "plain") == 64
+    assert costs.step(3, "filtered") == 4
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 200, 1024])
+def test_every_batch_fits_some_size(most: int) -> None:
+    for num_rows in range(1, most + 1):
+        assert num_rows <= Costs(most).step(num_rows) <= most
+
+
+def test_without_memory_only_what_is_there_is_used() -> None:
+    policy = CapturePolicy(64, row_seconds=1.0)
+    policy.captured(8, "plain", seconds=CAPTURE_SECONDS)
+    policy.stop()
+    assert policy.choose(3, "plain") == 8
+    assert policy.choose(9, "plain") is None
+    assert policy.choose(1, "filtered") is None
+
+
+def test_a_row_of_a_large_model_costs_more() -> None:
+    assert row_seconds(8 * 10**9) > 5 * row_seconds(10**9) > 0

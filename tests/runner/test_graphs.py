@@ -1,0 +1,43 @@
+"""A device without memory for another graph goes on with those it has, or without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.runner import graphs
+from tokenmill.runner.capture import CapturePolicy
+from tokenmill.sampling import SamplingNeeds
+
+pytestmark = pytest.mark.cpu
+
+PLAIN = SamplingNeeds(random=True, filters=False)
+
+
+@pytest.fixture
+def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> graphs.DecodeGraphs:
+    """Graphs that are captured without a device, up to 64 rows; sizes above 16 need too much memory."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    policy = CapturePolicy(64, row_seconds=0.0)
+    nothing: Any = None
+    made = graphs.DecodeGraphs(nothing, nothing, policy=policy, device=torch.device("cpu"))
+
+    def capture(size: int, needs: SamplingNeeds) -> Any:
+        if size > 16:
+            raise torch.OutOfMemoryError
+        policy.captured(size, needs, seconds=0.01)
+        return size
+
+    monkeypatch.setattr(made, "_capture", capture)
+    return made
+
+
+def test_graphs_that_exist_are_used_when_memory_is_out(decode_graphs: graphs.DecodeGraphs) -> None:
+    assert decode_graphs._graph(9, PLAIN) == 16
+    assert decode_graphs._graph(20, PLAIN) is None
+    assert decode_graphs._graph(2, PLAIN) == 16
+    assert decode_graphs._graph(1, SamplingNeeds(random=True, filters=True)) is None
+    assert decode_graphs._graph(64, PLAIN) is None

@@ -1,0 +1,117 @@
+"""The scout runs every kind of step without weights, and a step is made as large as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.attention.base import StepLayout
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument
+from tokenmill.models import read_spec
+from tokenmill.runner.executor import Executor
+from tokenmill.runner.hardware import Placement
+
+pytestmark = [
+    pytest.mark.cpu,
+    # Triton's interpreter turns arrays of one element into numbers, which NumPy is about to forbid.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+warmup = pytest.importorskip(
+    "tokenmill.runner.warmup", reason="Triton is not installed (extra 'interpreter')"
+)
+
+GB = 10**9
+
+
+def placement(*, max_step_tokens: int = 512, max_running_requests: int = 8) -> Placement:
+    return Placement(
+        device=torch.device("cpu"),
+        device_name="",
+        dtype=torch.float32,
+        attention_backend="triton",
+        max_running_requests=max_running_requests,
+        max_step_tokens=max_step_tokens,
+        steps_in_flight=1,
+        cuda_graphs=False,
+    )
+
+
+def scout(folder: Path, *, context_length: int) -> Any:
+    config = EngineConfig(model_path=str(folder))
+    spec = read_spec(folder, context_length=context_length)
+    return warmup.Scout(spec, config=config, placement=placement())
+
+
+@pytest.mark.parametrize("context_length", [1, 17, 256])
+def test_a_scout_runs_every_kind_of_step(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, context_length: int
+) -> None:
+    steps: list[tuple[int, list[int], list[int]]] = []
+
+    def forward(self: Executor, token_ids_T: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        assert 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < 300
+        steps.append((layout.num_decodes, list(layout.host_query_lengths), list(layout.host_lengths)))
+        return torch.zeros(len(token_ids_T), 64)
+
+    monkeypatch.setattr(Executor, "forward", forward)
+    with torch.inference_mode():
+        scout(make_model(), context_length=context_length).compile().wait()
+    assert all(max(lengths) <= -(-context_length // 16) * 16 for _, _, lengths in steps)
+    decodes = {len(counts) for num_decodes, counts, _ in steps if num_decodes == len(counts)}
+    assert decodes == {1, 2, 4, 8}
+    mixed = [counts for num_decodes, counts, _ in steps if 0 < num_decodes < len(counts)]
+    assert mixed
+    longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}
+    assert {min(count, context_length) for count in (2, 64, 512)} <= longest
+
+
+def test_a_scout_runs_the_kernels(make_model: Callable[..., Path], triton_device: str) -> None:
+    with torch.inference_mode():
+        scout(make_model("qwen3"), context_length=2).compile().wait()
+
+
+class FakeScout:
+    """A step takes so many bytes for each of its tokens, if there are that many."""
+
+    def __init__(self, bytes_per_token: int, free: int) -> None:
+        self.bytes_per_token = bytes_per_token
+        self.free = free
+        self.tried: list[int] = []
+
+    def measure(self, max_step_tokens: int) -> int:
+        self.tried.append(max_step_tokens)
+        if max_step_tokens * self.bytes_per_token > self.free:
+            raise torch.OutOfMemoryError("no")
+        return max_step_tokens * self.bytes_per_token
+
+
+def fit(monkeypatch: pytest.MonkeyPatch, fake: FakeScout) -> tuple[Placement, int]:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free, 100 * GB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    start = placement(max_step_tokens=8192, max_running_requests=1000)
+    found: tuple[Placement, int] = warmup.fit_step(fake, start)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("free", "tried"),
+    [(40 * GB, [8192]), (20 * GB, [8192, 4096]), (3 * GB, [8192, 4096, 2048, 1024, 1000])],
+)
+def test_a_step_is_as_large_as_leaves_room_for_pages(
+    monkeypatch: pytest.MonkeyPatch, free: int, tried: Sequence[int]
+) -> None:
+    fake = FakeScout(10**6, free)
+    found, step_bytes = fit(monkeypatch, fake)
+    assert fake.tried == tried
+    assert found.max_step_tokens == tried[-1]
+    assert step_bytes == tried[-1] * 10**6
+
+
+def test_a_device_without_room_for_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match=r"a step of 1000 tokens does not fit into the 0\.50 GB"):
+        fit(monkeypatch, FakeScout(10**6, GB // 2))

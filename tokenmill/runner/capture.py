@@ -1,0 +1,74 @@
+"""Which batch sizes get a CUDA graph, and when: a graph may serve smaller batches, at the price of padding.
+
+Decides only; `graphs.py` captures and replays.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Hashable
+
+# A first guess of what a capture costs; each capture tells better.
+_CAPTURE_SECONDS = 0.05
+# What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
+_FLOPS_PER_SECOND = 4e14
+_MIN_ROW_SECONDS = 1e-6
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Sizes worth a graph: dense where a padded row costs most of a step's time, sparse above."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def row_seconds(num_parameters: int) -> float:
+    """Roughly what one more row costs a step of a model."""
+    return max(_MIN_ROW_SECONDS, 2 * num_parameters / _FLOPS_PER_SECOND)
+
+
+class CapturePolicy:
+    """Chooses the size of graph for each step, from what was captured so far.
+
+    Time that padding took is added up; when it exceeds the time of a capture, the size at hand is captured.
+    So captures cost no more than the padding before them, and no batch is padded for long. With no graph
+    that is large enough, one is captured at the next power of two, so that a batch that grows row by row
+    does not stop at every size. Graphs of different `kind` cannot stand in for each other.
+    """
+
+    def __init__(self, most: int, *, row_seconds: float) -> None:
+        self._sizes = batch_sizes(most)
+        self._doubling = [size for size in self._sizes if size & (size - 1) == 0 or size == most]
+        self._row_seconds = row_seconds
+        self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending
+        self._padding_seconds = 0.0
+        self._capture_seconds = _CAPTURE_SECONDS
+        self._may_capture = True
+
+    def choose(self, num_rows: int, kind: Hashable) -> int | None:
+        """The size to use; if it is not captured yet, it is to be captured now. None: no graph can be had."""
+        captured = self._captured[kind]
+        exact = _at_least(self._sizes, num_rows)
+        best = _at_least(captured, num_rows) if captured and captured[-1] >= num_rows else None
+        if best == exact or not self._may_capture:
+            return best
+        if best is None:
+            return _at_least(self._doubling, num_rows)
+        self._padding_seconds += (best - exact) * self._row_seconds
+        if self._padding_seconds < self._capture_seconds:
+            return best
+        self._padding_seconds = 0.0
+        return exact
+
+    def captured(self, size: int, kind: Hashable, *, seconds: float) -> None:
+        """Take note of a graph, and of what it took to capture."""
+        bisect.insort(self._captured[kind], size)
+        self._capture_seconds = seconds
+
+    def stop(self) -> None:
+        """Capture no more: the device has no memory for it."""
+        self._may_capture = False
+
+
+def _at_least(ascending: list[int], wanted: int) -> int:
+    return ascending[bisect.bisect_left(ascending, wanted)]

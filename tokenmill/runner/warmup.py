@@ -1,0 +1,182 @@
+"""A first run of a small model of the same kind, while the weights of the real one are still on their way.
+
+It compiles the kernels side by side, and measures what the largest step takes beside weights and pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument
+from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kvcache.pool import PagePool
+from tokenmill.messages import IntArray, StepPlan
+from tokenmill.models import ModelSpec, build_model
+from tokenmill.runner.batch import Rows
+from tokenmill.runner.eager import EagerSteps
+from tokenmill.runner.executor import Executor, layer_shapes
+from tokenmill.runner.graphs import decode_step
+from tokenmill.runner.hardware import Placement
+from tokenmill.sampling import SamplingNeeds
+
+_log = logging.getLogger("tokenmill")
+
+# Steps as (rows that decode, (tokens computed now, tokens before them) of every row). Kernels choose their
+# tiles by the longest run of tokens, and may choose by whether there is something before it.
+_STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
+    (0, ((2, 0),)),
+    (0, ((64, 0),)),
+    (0, ((512, 0),)),
+    (0, ((2, 16), (2, 0))),
+    (0, ((512, 16),)),
+    (1, ((1, 16), (2, 0))),
+)
+# Of the free memory, what the largest step may take; the pages of the pool share the rest.
+_MOST_OF_FREE_MEMORY = 0.25
+
+
+class Scout:
+    """Two layers of each kind, all weights zero, and a pool of one page.
+
+    Its steps launch the kernels of the real model's steps, through the same code.
+    """
+
+    def __init__(self, spec: ModelSpec, *, config: EngineConfig, placement: Placement) -> None:
+        self._placement = placement
+        self._context_length = spec.context_length
+        # Two, because only the first layer has none before it.
+        layers = tuple(dict.fromkeys(spec.attention)) * 2
+        small = dataclasses.replace(spec, num_layers=len(layers), attention=layers)
+        pool = PagePool(
+            layer_shapes(layers),
+            num_pages=1,
+            page_size=config.page_size,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+        model = build_model(small, dtype=placement.dtype, device=placement.device)
+        for weight in model.parameters():
+            weight.zero_()
+        self._executor = Executor(model, layers, backend=placement.attention_backend, pool=pool)
+        self._rows = Rows(
+            num_slots=placement.max_running_requests,
+            num_columns=-(-spec.context_length // config.page_size),
+            num_groups=1 + max(layer.group for layer in layers),
+            page_size=config.page_size,
+            spare_page=0,
+            device=placement.device,
+        )
+        self._steps = EagerSteps(self._executor, self._rows)
+
+    def compile(self) -> ParallelCompilation:
+        """Start to compile what the model's steps launch; `wait` for it before the first of them."""
+        compilation = ParallelCompilation(self._placement.device)
+        with compilation:
+            for num_decodes, rows in _STEPS:
+                self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
+            most = self._placement.max_running_requests
+            for size in [*(2**power for power in range(most.bit_length())), most]:
+                self._decode(size, filters=False)
+            self._decode(1, filters=True)
+        _log.debug("compiling %d kernels", compilation.num_kernels)
+        return compilation
+
+    def measure(self, max_step_tokens: int) -> int:
+        """Bytes that the largest steps take while they run."""
+        device = self._placement.device
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._fill_a_step(max_step_tokens)
+        self._decode(self._placement.max_running_requests, filters=True)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    def _fill_a_step(self, tokens: int) -> None:
+        """Prompts as long as can be, and logits for as many rows as can be."""
+        max_rows = self._placement.max_running_requests
+        longest = min(self._context_length, tokens)
+        lengths = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
+        step = self._rows.stage(_plan([(length, 0) for length in lengths[:max_rows]]))
+        hidden_TD = self._executor.forward(step.token_ids_T, step.layout)
+        self._executor.logits(hidden_TD[:max_rows]).float()  # as the masking of stop tokens does
+
+    def _run(self, plan: StepPlan) -> None:
+        self._steps.draw(self._steps.forward(plan))
+        self._forget_tokens()
+
+    def _decode(self, size: int, *, filters: bool) -> None:
+        """A step as it is captured; the torch backend, which cannot be, has no kernels to compile either."""
+        if self._placement.attention_backend != "triton":
+            return
+        inputs_2B = torch.zeros((2, size), dtype=torch.int64, device=self._placement.device)
+        inputs_2B[0] = self._rows.spare_slot
+        decode_step(self._executor, self._rows, inputs_2B, SamplingNeeds(random=True, filters=filters))
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
+        """Where the kernel that draws was skipped, its "tokens" are no ids of the vocabulary."""
+        self._rows.last_token_S.zero_()
+
+    def _within_context(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        fitting = []
+        for count, before in rows:
+            start = min(before, self._context_length - 1)
+            fitting.append((min(count, self._context_length - start), start))
+        return fitting
+
+
+def fit_step(scout: Scout, placement: Placement) -> tuple[Placement, int]:
+    """The placement with the largest step that leaves room for pages, and the bytes that the step takes."""
+    while True:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(placement.device)
+        step_bytes = _measured(scout, placement.max_step_tokens)
+        if step_bytes is not None and step_bytes <= _MOST_OF_FREE_MEMORY * free:
+            return placement, step_bytes
+        smaller = max(placement.max_step_tokens // 2, placement.max_running_requests)
+        if smaller == placement.max_step_tokens:
+            if step_bytes is not None:
+                return placement, step_bytes
+            raise InvalidArgument(
+                f"a step of {smaller} tokens does not fit into the {free / 1e9:.2f} GB that are free on "
+                f"{placement.device}; use a smaller max_running_requests, or free the device"
+            )
+        _log.info("steps of %d tokens would take too much memory, trying %d", 2 * smaller, smaller)
+        placement = dataclasses.replace(placement, max_step_tokens=smaller)
+
+
+def _measured(scout: Scout, max_step_tokens: int) -> int | None:
+    """Bytes that a step takes; None if it does not fit at all."""
+    try:
+        return scout.measure(max_step_tokens)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _plan(rows: Sequence[tuple[int, int]], *, num_decodes: int = 0) -> StepPlan:
+    """A step of rows that compute so many tokens after so many others, all on the spare page."""
+    counts, starts = (_ints(column) for column in zip(*rows, strict=True))
+    nothing = _ints([])
+    return StepPlan(
+        slots=np.arange(len(rows), dtype=np.int32),
+        starts=starts,
+        counts=counts,
+        samples=np.ones(len(rows), dtype=np.bool_),
+        num_decodes=num_decodes,
+        token_ids=np.zeros(counts[num_decodes:].sum(), dtype=np.int32),
+        page_slots=nothing,
+        page_groups=nothing,
+        page_columns=nothing,
+        page_ids=nothing,
+    )
+
+
+def _ints(values: Sequence[int]) -> IntArray:
+    return np.array(values, dtype=np.int32)
