@@ -91,8 +91,8 @@ class Memory:
             raise torch.OutOfMemoryError(f"no room for {num_tokens}")
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(executor: Executor, token_ids_T: torch.Tensor, layout: Any) -> torch.Tensor:
-            hidden: torch.Tensor = original(executor, token_ids_T, layout)
+        def forward(executor: Executor, token_ids_T: torch.Tensor, layout: Any, **rest: Any) -> torch.Tensor:
+            hidden: torch.Tensor = original(executor, token_ids_T, layout, **rest)
             self.take(len(token_ids_T), self.tokens)
             self.longest = max(self.longest, len(token_ids_T))
             return hidden

@@ -53,10 +53,16 @@ def test_a_scout_runs_every_kind_of_step(
 ) -> None:
     steps: list[tuple[int, list[int], list[int]]] = []
 
-    def forward(self: Executor, token_ids_T: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    def forward(
+        self: Executor,
+        token_ids_T: torch.Tensor,
+        layout: StepLayout,
+        *,
+        needed_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < 300
         steps.append((layout.num_decodes, list(layout.host_query_lengths), list(layout.host_lengths)))
-        return torch.zeros(len(token_ids_T), 64)
+        return torch.zeros(len(token_ids_T if needed_N is None else needed_N), 64)
 
     monkeypatch.setattr(Executor, "forward", forward)
     with torch.inference_mode():

@@ -79,9 +79,14 @@ class EagerSteps:
     def _forward(self, plan: StepPlan) -> Part:
         step = self._rows.stage(plan)
         inputs = self._rows.sampling_inputs(plan)
-        hidden_TD = self._executor.forward(step.token_ids_T, step.layout)
-        logits = None if inputs is None else self._executor.logits(hidden_TD[inputs.last_tokens_Q])
-        return Part(plan, inputs, logits)
+        if (
+            inputs is None
+        ):  # only keys and values are wanted; a step of no rows at all would be a special case
+            first_token = step.token_ids_T.new_zeros(1)
+            self._executor.forward(step.token_ids_T, step.layout, needed_N=first_token)
+            return Part(plan, None, None)
+        hidden_QD = self._executor.forward(step.token_ids_T, step.layout, needed_N=inputs.last_tokens_Q)
+        return Part(plan, inputs, self._executor.logits(hidden_QD))
 
     def _draw(self, part: Part) -> torch.Tensor:
         inputs, logits = part.inputs, part.logits
