@@ -3,8 +3,9 @@
     python benchmarks/where_time_goes.py --model Qwen3-0.6B --workload w1 [--top 12] [--json OUT]
 
 The workload runs twice before the one that is traced, so that nothing is compiled or captured in it.
-`idle` is the share of the time between the first and the last kernel in which no kernel or copy ran. Tracing
-makes the host slower, so idle time and the seconds are upper bounds.
+`idle_percent` is the share of the time between the first and the last kernel in which no kernel or copy ran;
+`waiting_percent` counts only pauses over 10 microseconds, those in which the device waits for the host: the
+others are the device's own pauses between two kernels. Tracing makes the host slower, so all are upper bounds.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ WORKLOADS: dict[str, Callable[[], list[workloads.Request]]] = {
 }
 
 
+LONG_PAUSE = 10  # microseconds
+
+
 @dataclass(frozen=True)
 class Trace:
-    """Microseconds: from the first kernel to the last, with any kernel running, and by kernel."""
+    """Microseconds: from the first kernel to the last, with none running, of that in long pauses, by kernel."""
 
     span: float
-    busy: float
+    idle: float
+    waiting: float
     by_kernel: dict[str, tuple[float, int]]
-
-    @property
-    def idle_percent(self) -> float:
-        return 100 * (1 - self.busy / self.span)
 
 
 def read_trace(path: Path) -> Trace:
@@ -63,11 +64,12 @@ def read_trace(path: Path) -> Trace:
         seconds, count = by_kernel[name]
         by_kernel[name] = (seconds + event["dur"], count + 1)
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
-    busy, reached = 0.0, spans[0][0]
+    pauses, reached = [], spans[0][0]
     for start, stop in spans:
-        busy += max(0.0, stop - max(start, reached))
+        pauses.append(max(0.0, start - reached))
         reached = max(reached, stop)
-    return Trace(reached - spans[0][0], busy, dict(by_kernel))
+    waiting = sum(pause for pause in pauses if pause > LONG_PAUSE)
+    return Trace(reached - spans[0][0], sum(pauses), waiting, dict(by_kernel))
 
 
 def short(name: str) -> str:
@@ -110,7 +112,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds[-1], 3),
         "output_tokens_per_second": round(tokens / seconds[-1]),
         "traced_seconds": round(trace.span / 1e6, 3),
-        "idle_percent": round(trace.idle_percent, 2),
+        "idle_percent": round(100 * trace.idle / trace.span, 2),
+        "waiting_percent": round(100 * trace.waiting / trace.span, 2),
         "kernels": {
             name: {"milliseconds": round(time / 1e3, 2), "launches": count}
             for name, (time, count) in sorted(trace.by_kernel.items(), key=lambda item: -item[1][0])
