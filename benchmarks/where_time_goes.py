@@ -5,7 +5,7 @@
 The workload runs twice before the one that is traced, so that nothing is compiled or captured in it.
 `idle_percent` is the share of the time between the first and the last kernel in which no kernel or copy ran;
 `waiting_percent` counts only pauses over 10 microseconds, those in which the device waits for the host: the
-others are the device's own pauses between two kernels. Tracing makes the host slower, so all are upper bounds.
+others are the device's own, between two kernels. Tracing makes the host slower: all are upper bounds.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ LONG_PAUSE = 10  # microseconds
 
 @dataclass(frozen=True)
 class Trace:
-    """Microseconds: from the first kernel to the last, with none running, of that in long pauses, by kernel."""
+    """Microseconds: from the first kernel to the last, its pauses (start, length), and the time by kernel."""
 
     span: float
-    idle: float
-    waiting: float
+    pauses: list[tuple[float, float]]
     by_kernel: dict[str, tuple[float, int]]
+
+    def percent(self, least: float) -> float:
+        """Share of the span in pauses of at least so many microseconds."""
+        return round(100 * sum(length for _, length in self.pauses if length > least) / self.span, 2)
 
 
 def read_trace(path: Path) -> Trace:
@@ -66,10 +69,10 @@ def read_trace(path: Path) -> Trace:
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
     pauses, reached = [], spans[0][0]
     for start, stop in spans:
-        pauses.append(max(0.0, start - reached))
+        if start > reached:
+            pauses.append((reached - spans[0][0], start - reached))
         reached = max(reached, stop)
-    waiting = sum(pause for pause in pauses if pause > LONG_PAUSE)
-    return Trace(reached - spans[0][0], sum(pauses), waiting, dict(by_kernel))
+    return Trace(reached - spans[0][0], pauses, dict(by_kernel))
 
 
 def short(name: str) -> str:
@@ -112,8 +115,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds[-1], 3),
         "output_tokens_per_second": round(tokens / seconds[-1]),
         "traced_seconds": round(trace.span / 1e6, 3),
-        "idle_percent": round(100 * trace.idle / trace.span, 2),
-        "waiting_percent": round(100 * trace.waiting / trace.span, 2),
+        "idle_percent": trace.percent(0),
+        "waiting_percent": trace.percent(LONG_PAUSE),
+        "longest_pauses": [
+            {"at_seconds": round(start / 1e6, 4), "milliseconds": round(length / 1e3, 3)}
+            for start, length in sorted(trace.pauses, key=lambda pause: -pause[1])[:40]
+        ],
         "kernels": {
             name: {"milliseconds": round(time / 1e3, 2), "launches": count}
             for name, (time, count) in sorted(trace.by_kernel.items(), key=lambda item: -item[1][0])
@@ -133,7 +140,11 @@ def main() -> None:
     options = parser.parse_args()
     result = run(options)
     kernels = result["kernels"]
-    print({name: value for name, value in result.items() if name != "kernels"})
+    print({name: value for name, value in result.items() if name not in ("kernels", "longest_pauses")})
+    print(
+        "longest pauses:",
+        ", ".join(f"{row['milliseconds']} ms" for row in result["longest_pauses"][: options.top]),
+    )
     for name, row in list(kernels.items())[: options.top]:
         each = 1e3 * row["milliseconds"] / row["launches"]
         print(f"{row['milliseconds']:>10.1f} ms {row['launches']:>8} x {each:>8.1f} us  {name}")

@@ -54,7 +54,13 @@ def compiled() -> Iterator[list[str]]:
 def test_every_kernel_is_compiled_at_the_start(
     make_model: Callable[..., Path], compiled: list[str], family: str, num_heads: int, dtype: str
 ) -> None:
-    folder = make_model(family, head_dim=64, num_attention_heads=num_heads, max_position_embeddings=2048)
+    folder = make_model(
+        family,
+        head_dim=64,
+        hidden_size=64 * num_heads,
+        num_attention_heads=num_heads,
+        max_position_embeddings=2048,
+    )
     with tokenmill.Engine(model_path=str(folder), device="cuda", dtype=dtype) as engine:
         assert "_rms_norm_kernel" in compiled or "_add_rms_norm_kernel" in compiled
         compiled.clear()
