@@ -6,7 +6,7 @@
 
 A step is one captured graph over random weights in the shapes of a public model, each layer with its own, so
 that nothing stays in the cache. `separate` is cuBLAS and one kernel for each operation, `fused` what
-`kernels/linear.py` and `kernels/rotary.py` choose, `overlap` the same with programmatic dependent launch.
+`kernels/linear.py` and the attention backend choose, `overlap` the same with programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.linear import add_norm_linear, add_norm_linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
-from tokenmill.kernels.rotary import rotate, rotate_and_store
+from tokenmill.kernels.rotary import rotate
 from tokenmill.kernels.triton_attention import store
 from tokenmill.kernels.triton_linear import MatrixTiling, VectorTiling
+from tokenmill.kernels.triton_rotary import rotate_and_store
 
 PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
 REPLAYS = 15

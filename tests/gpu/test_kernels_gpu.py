@@ -10,7 +10,7 @@ from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.linear import add_norm_linear, linear, linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
-from tokenmill.kernels.rotary import rotate, rotate_and_store, rotate_and_store_torch, rotate_torch
+from tokenmill.kernels.rotary import heads_of_product, rotate, rotate_torch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,21 +155,20 @@ def test_overlapping_kernels_wait_for_each_other(rows: int, monkeypatch: pytest.
 def test_from_product_to_cache(
     dtype: torch.dtype, normed: bool, tokens: int, heads: int, kv_heads: int, head_dim: int, half: int
 ) -> None:
+    from tokenmill.kernels.triton_rotary import rotate_and_store
+
     qkv = numbers(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     angles = numbers(tokens, half, dtype=torch.float32, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = HeadNorms(*numbers(2, head_dim, dtype=dtype, seed=2), 1e-6) if normed else None
     pages = tokens // 16 + 2
     slots = torch.randperm(pages * 16, device="cuda")[:tokens]
-    caches = [
-        torch.full((pages, 16, kv_heads, head_dim), torch.nan, dtype=dtype, device="cuda") for _ in range(4)
-    ]
-    ours, theirs = CacheSlots(*caches[:2], slots), CacheSlots(*caches[2:], slots)
-    results = rotate_and_store(qkv, (cos, sin), norms, ours)
-    expected = rotate_and_store_torch(qkv, (cos, sin), norms, theirs)
-    for result, plain in zip(results, expected, strict=True):
+    caches = torch.full((2, pages, 16, kv_heads, head_dim), torch.nan, dtype=dtype, device="cuda")
+    results = rotate_and_store(qkv, (cos, sin), norms, CacheSlots(caches[0], caches[1], slots))
+    for result, plain in zip(results, heads_of_product(qkv, (cos, sin), norms, kv_heads), strict=False):
         assert relative_error(result, plain) < 2 * torch.finfo(dtype).eps
-    keys = ours.key_cache_NBKD.flatten(0, 1)
+    keys, values = caches.flatten(1, 2)
     assert torch.equal(keys[slots], results[1])
-    assert int(keys.isnan().all(-1).all(-1).sum()) == pages * 16 - tokens
-    assert torch.equal(ours.value_cache_NBKD.nan_to_num(), theirs.value_cache_NBKD.nan_to_num())
+    assert torch.equal(values[slots], qkv[:, -kv_heads:])
+    for flat in (keys, values):
+        assert int(flat.isnan().all(-1).all(-1).sum()) == pages * 16 - tokens

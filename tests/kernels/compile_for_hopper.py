@@ -184,6 +184,7 @@ def norm(size: int) -> dict[str, Any]:
     strides = ("stride_outer", "stride_inner", "residual_stride_outer", "residual_stride_inner")
     scalars = {"epsilon": "fp32", "num_rows": "i32", "inner": "i32", **dict.fromkeys(strides, "i32")}
     constants = {"SIZE": size, "BLOCK_ROWS": 1, "BLOCK_SIZE": triton.next_power_of_2(size)}
+    constants["OVERLAP"] = True
     return compiled(triton_norm._add_rms_norm_kernel, pointers, scalars, constants, num_warps=8)
 
 

@@ -76,6 +76,7 @@ def test_weights_are_under_way_before_a_kernel_waits(compiled: dict[str, dict[st
             assert fact["HMMA"] > 0, name
         else:
             assert fact["early_loads"] >= 4, name
+            assert fact["stack"] == 0, name
 
 
 def test_heads_are_read_and_written_whole(compiled: dict[str, dict[str, Any]]) -> None:

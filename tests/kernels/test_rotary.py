@@ -8,9 +8,8 @@ import torch
 from tokenmill.kernels.norm import rms_norm_torch
 from tokenmill.kernels.operands import CacheSlots, HeadNorms
 from tokenmill.kernels.rotary import (
+    heads_of_product,
     rotate,
-    rotate_and_store,
-    rotate_and_store_torch,
     rotate_torch,
 )
 
@@ -99,53 +98,64 @@ def fused_case(
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_storing_is_norm_then_rotation_then_a_write_to_the_slots(page_size: int) -> None:
-    qkv, rotation, norms, cache = fused_case(4, 2, 80, 16, page_size=page_size, dtype=torch.bfloat16)
-    q, k = rotate_and_store(qkv, rotation, norms, cache)
+def test_heads_of_a_product_are_normalised_and_rotated() -> None:
+    qkv, rotation, norms, _ = fused_case(4, 2, 80, 16, page_size=1, dtype=torch.float32)
+    q, k, v = heads_of_product(qkv, rotation, norms, 2)
+    assert torch.equal(v, qkv[:, 6:])
     for ours, heads, weight in ((q, qkv[:, :4], norms.query_D), (k, qkv[:, 4:6], norms.key_D)):
         normed = rms_norm_torch(heads, weight, norms.epsilon)
-        assert torch.equal(ours, rotate_torch(normed, normed, *rotation)[0])
-    flat_keys, flat_values = cache.key_cache_NBKD.flatten(0, 1), cache.value_cache_NBKD.flatten(0, 1)
-    assert torch.equal(flat_keys[cache.slots_T], k)
-    assert torch.equal(flat_values[cache.slots_T], qkv[:, 6:])
-    assert int(flat_keys.isnan().all(-1).all(-1).sum()) == 7 * page_size - 5
+        torch.testing.assert_close(ours, rotate_torch(normed, normed, *rotation)[0])
+    q, k, _ = heads_of_product(qkv, rotation, None, 2)
+    expected = rotate_torch(qkv[:, :4], qkv[:, 4:6], *rotation)
+    assert torch.equal(q, expected[0])
+    assert torch.equal(k, expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "half"),
     [(14, 2, 64, 32), (3, 3, 80, 40), (4, 1, 96, 24), (1, 1, 256, 128), (33, 3, 16, 8)],
 )
-def test_triton_agrees_on_norm_rotation_and_cache(
-    triton_device: str, dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, head_dim: int, half: int
+def test_triton_agrees_from_product_to_cache(
+    triton_device: str,
+    dtype: torch.dtype,
+    normed: bool,
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    half: int,
 ) -> None:
     from tokenmill.kernels import triton_rotary
 
-    qkv, rotation, norms, cache = fused_case(heads, kv_heads, head_dim, half, page_size=4, dtype=dtype)
-    expected = rotate_and_store_torch(qkv, rotation, norms if normed else None, cache)
-    moved = CacheSlots(
-        torch.full_like(cache.key_cache_NBKD, torch.nan, device=triton_device),
-        torch.full_like(cache.value_cache_NBKD, torch.nan, device=triton_device),
+    product, angles, both_norms, cache = fused_case(
+        heads, kv_heads, head_dim, half, page_size=page_size, dtype=dtype
+    )
+    qkv = product.to(triton_device)
+    rotation = angles[0].to(triton_device), angles[1].to(triton_device)
+    norms = HeadNorms(
+        both_norms.query_D.to(triton_device), both_norms.key_D.to(triton_device), both_norms.epsilon
+    )
+    slots = CacheSlots(
+        cache.key_cache_NBKD.to(triton_device),
+        cache.value_cache_NBKD.to(triton_device),
         cache.slots_T.to(triton_device),
     )
-    device_norms = HeadNorms(norms.query_D.to(triton_device), norms.key_D.to(triton_device), norms.epsilon)
-    ours = triton_rotary.rotate_and_store(
-        qkv.to(triton_device),
-        (rotation[0].to(triton_device), rotation[1].to(triton_device)),
-        device_norms if normed else None,
-        moved,
-    )
+    ours = triton_rotary.rotate_and_store(qkv, rotation, norms if normed else None, slots)
     # The interpreter cuts bits off where a GPU rounds to bfloat16, here up to four times in a row.
     limit = (4 if normed else 2) * torch.finfo(dtype).eps
-    for actual, reference in zip(
-        (*ours, moved.key_cache_NBKD), (*expected, cache.key_cache_NBKD), strict=True
-    ):
-        largest = float(reference.nan_to_num().abs().max())
-        torch.testing.assert_close(actual.cpu(), reference, rtol=limit, atol=limit * largest, equal_nan=True)
-    assert torch.equal(moved.value_cache_NBKD.cpu().nan_to_num(), cache.value_cache_NBKD.nan_to_num())
-    assert all(tensor.is_contiguous() for tensor in ours)
+    expected = heads_of_product(product, angles, both_norms if normed else None, kv_heads)
+    for actual, reference in zip(ours, expected[:2], strict=True):
+        assert actual.is_contiguous()
+        largest = float(reference.abs().max())
+        torch.testing.assert_close(actual.cpu(), reference, rtol=limit, atol=limit * largest)
+    keys, values = slots.key_cache_NBKD.flatten(0, 1), slots.value_cache_NBKD.flatten(0, 1)
+    assert torch.equal(keys[slots.slots_T], ours[1])
+    assert torch.equal(values[slots.slots_T], qkv[:, -kv_heads:])
+    for flat in (keys, values):
+        assert int(flat.isnan().all(-1).all(-1).sum()) == 7 * page_size - 5
 
 
 def test_storing_no_token_writes_nothing(triton_device: str) -> None:

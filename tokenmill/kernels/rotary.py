@@ -1,9 +1,8 @@
-"""Rotary position embedding of queries and keys, alone or on their way from a product into the cache: the
-torch reference and the choice of the kernel.
+"""Rotary position embedding of queries and keys: the torch reference and the choice of the kernel.
 
 Owns no frequencies; `layers/rotary.py` makes the cosines and sines.
 T tokens, H query heads, K key heads, D head size, R half of the rotated dimensions; S = H + 2K heads of a
-fused product: queries, keys, values. Caches are [N, B, K, D]: pages, tokens of a page.
+product that gives queries, keys and values.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from tokenmill.kernels import native
-from tokenmill.kernels.norm import rms_norm_torch
-from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
+from tokenmill.kernels.norm import rms_norm
+from tokenmill.kernels.operands import HeadNorms, Rotation
 
 
 def rotate(
@@ -33,18 +32,20 @@ def rotate(
     return rotate_torch(q_THD, k_TKD, cos_TR, sin_TR)
 
 
-def rotate_and_store(
-    qkv_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, cache: CacheSlots
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise (if there are norms) and rotate queries and keys, and write keys and values to the cache.
+def heads_of_product(
+    product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], keys and values [T, K, D] of a product: queries and keys normalised, if there are
+    norms, and rotated.
 
-    Returns queries [T, H, D] and keys [T, K, D], new and contiguous; rounds as `rms_norm` and `rotate`.
+    One operation after the other; `triton_rotary.rotate_and_store` does the same and writes the cache.
     """
-    if qkv_TSD.is_cuda:
-        from tokenmill.kernels import triton_rotary
-
-        return triton_rotary.rotate_and_store(qkv_TSD, rotation, norms, cache)
-    return rotate_and_store_torch(qkv_TSD, rotation, norms, cache)
+    num_heads = product_TSD.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = product_TSD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        q_THD = rms_norm(q_THD, norms.query_D, norms.epsilon)
+        k_TKD = rms_norm(k_TKD, norms.key_D, norms.epsilon)
+    return *rotate(q_THD, k_TKD, *rotation), v_TKD
 
 
 def rotate_torch(
@@ -53,23 +54,6 @@ def rotate_torch(
     """The reference of `rotate`, on any device."""
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
     return _rotate_one(q_THD, cos_T1R, sin_T1R), _rotate_one(k_TKD, cos_T1R, sin_T1R)
-
-
-def rotate_and_store_torch(
-    qkv_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, cache: CacheSlots
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `rotate_and_store`, on any device."""
-    page_size, num_kv_heads = cache.key_cache_NBKD.shape[1:3]
-    num_heads = qkv_TSD.shape[1] - 2 * num_kv_heads
-    q_THD, k_TKD, v_TKD = qkv_TSD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if norms is not None:
-        q_THD = rms_norm_torch(q_THD, norms.query_D, norms.epsilon)
-        k_TKD = rms_norm_torch(k_TKD, norms.key_D, norms.epsilon)
-    q_THD, k_TKD = rotate_torch(q_THD, k_TKD, *rotation)
-    pages_T, offsets_T = cache.slots_T // page_size, cache.slots_T % page_size
-    cache.key_cache_NBKD[pages_T, offsets_T] = k_TKD
-    cache.value_cache_NBKD[pages_T, offsets_T] = v_TKD
-    return q_THD, k_TKD
 
 
 def _rotate_one(x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,11 @@ def rotate(
 def rotate_and_store(
     qkv_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, cache: CacheSlots
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `rotary.rotate_and_store`. The product may be strided, with a contiguous last dimension."""
+    """`rotary.heads_of_product` in one launch, which also writes keys and values to their slots.
+
+    Returns queries [T, H, D] and keys [T, K, D], new and contiguous; values stay in the product, whose last
+    dimension is contiguous.
+    """
     num_tokens, all_heads, head_dim = qkv_TSD.shape
     page_size, num_kv_heads = cache.key_cache_NBKD.shape[1:3]
     num_heads, (cos_TR, sin_TR) = all_heads - 2 * num_kv_heads, rotation
