@@ -1,7 +1,7 @@
 """A decode step without attention and drawing: what products of a few rows and the kernels between them cost.
 
     python benchmarks/linear.py                       # check, then separate kernels against fused ones
-    python benchmarks/linear.py --tune 1              # tilings of every product at one row, in place
+    python benchmarks/linear.py --tune 1              # kernels and tilings at one row, in the step
     python benchmarks/linear.py --tune 8              # the same at eight rows
 
 A step is one captured graph over random weights in the shapes of a public model, each layer with its own, so
@@ -269,6 +269,25 @@ def candidates(size: int, num_outputs: int, gated: bool, rows: int) -> Iterator[
             yield MatrixTiling(outputs, inputs, warps, stages)
 
 
+def compare_ways(network: Network, inputs: dict[str, Any], rows: int) -> None:
+    """The three numbers of rows at which another kernel is chosen, set so that each way is taken."""
+    constants = [
+        (linear, "STREAMED_ROWS"),
+        (linear, "NORMED_ROWS"),
+        (triton_linear, "VECTOR_ROWS"),
+    ]
+    before = [getattr(module, name) for module, name in constants]
+    ways = {"cuBLAS": (0, 0, 0), "tiles": (rows, 0, 0)}
+    if rows <= 4:
+        ways |= {"registers": (rows, 0, rows), "registers after a norm": (rows, rows, rows)}
+    for title, values in ways.items():
+        for (module, name), value in zip(constants, values, strict=True):
+            setattr(module, name, value)
+        print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
+    for (module, name), value in zip(constants, before, strict=True):
+        setattr(module, name, value)
+
+
 def tune(name: str, rows: int) -> None:
     """Each product's tilings in turn, the others as chosen: the time of the whole step, the best first."""
     network = Network(MODELS[name])
@@ -284,6 +303,7 @@ def tune(name: str, rows: int) -> None:
     }
     now = milliseconds(captured(network.fused, inputs)[0])
     print(f"\n{name}, {rows} rows: {now:.3f} ms with the chosen tilings", flush=True)
+    compare_ways(network, inputs, rows)
     for title, product in products.items():
         found = []
         for tiling in candidates(*product, rows):
@@ -307,7 +327,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tune", type=int, metavar="ROWS", help="compare tilings at so many rows")
+    parser.add_argument(
+        "--tune", type=int, metavar="ROWS", help="compare kernels and tilings at so many rows"
+    )
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, milliseconds of a step")
     for name in arguments.models:
