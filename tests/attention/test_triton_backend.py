@@ -12,6 +12,8 @@ import torch
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec
+from tokenmill.kernels.operands import HeadNorms
+from tokenmill.kernels.rotary import heads_of_product
 
 pytestmark = [
     pytest.mark.cpu,
@@ -182,3 +184,30 @@ def test_a_prefix_that_another_row_of_the_step_writes(
     k, v = (torch.cat((own[:64], own[100:])) for own in (step.k, step.v))
     expected = torch.cat((step.expected[:100], ragged.naive_attention(step.q[100:], k, v, spec)))
     assert ragged.relative_error(out, expected) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_a_product_goes_the_same_way_as_its_heads(
+    ragged: SimpleNamespace, triton_device: str, normed: bool
+) -> None:
+    spec = AttentionSpec(4, 2, 32, scale=0.2)
+    rows = [(1, 1), (1, 20), (5, 5), (3, 30)]
+    step, twin = (
+        ragged.ragged_step(spec, rows, page_size=4, dtype=torch.float32, seed=7, device=triton_device)
+        for _ in range(2)
+    )
+    with torch.device(triton_device):
+        rotation = torch.rand(len(step.q), 16).cos(), torch.rand(len(step.q), 16).sin()
+        norms = HeadNorms(torch.rand(32), torch.rand(32), 1e-6) if normed else None
+    product = torch.cat((step.q, step.k, step.v), dim=1)
+    outs = []
+    for case, arguments in (
+        (step, (product, rotation, norms)),
+        (twin, heads_of_product(product, rotation, norms, 2)),
+    ):
+        backend = create_backend("triton", [spec], [case.key_cache], [case.value_cache], 4)
+        backend.plan(case.layout)
+        outs.append((backend.run_product if case is step else backend.run)(*arguments, 0))
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(step.key_cache, twin.key_cache, equal_nan=True)
+    assert torch.equal(step.value_cache.nan_to_num(), twin.value_cache.nan_to_num())

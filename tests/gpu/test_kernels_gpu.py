@@ -1,4 +1,5 @@
-"""Norms, activation and rotary embedding at real sizes on a GPU, against their torch references there."""
+"""Norms, activation, rotary embedding and products of a few rows at real sizes on a GPU, against their torch
+references there."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import pytest
 import torch
 
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
+from tokenmill.kernels.linear import add_norm_linear, linear, linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm, rms_norm_torch
-from tokenmill.kernels.rotary import rotate, rotate_torch
+from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
+from tokenmill.kernels.rotary import heads_of_product, rotate, rotate_torch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +74,101 @@ def test_rotary(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head
     for ours, theirs, truth in zip(rotate(q, k, cos, sin), plain, exact, strict=True):
         # The compiler may keep products in float32 that torch rounds: never worse, by chance better.
         assert (ours.double() - truth).norm() <= 1.01 * (theirs.double() - truth).norm()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def widened(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias", "gated"),
+    [
+        (896, 1152, True, False),
+        (896, 4864, False, True),
+        (4864, 896, False, False),
+        (4096, 14336, False, True),
+        (14336, 4096, False, False),
+        (1001, 77, True, True),
+    ],
+)
+def test_products_of_a_few_rows(
+    dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, gated: bool
+) -> None:
+    weight = numbers(outputs * (2 if gated else 1), inputs, dtype=dtype) / inputs**0.5
+    bias_O = numbers(len(weight), dtype=dtype, seed=1) if bias else None
+    x, residual = numbers(2, rows, inputs, dtype=dtype, seed=2)
+    norm = Norm(numbers(inputs, dtype=dtype, seed=3), 1e-6)
+    exact = linear_torch(x.double(), weight.double(), widened(bias_O), gated=gated)
+    limit = 1.2 * relative_error(linear_torch(x, weight, bias_O, gated=gated), exact)
+    assert relative_error(linear(x, weight, bias_O, gated=gated), exact) < limit
+    fused, total = add_norm_linear(x, residual, norm, weight_OI=weight, bias_O=bias_O, gated=gated)
+    assert torch.equal(total, x + residual)
+    normed = rms_norm_torch(total, norm.weight_I, norm.epsilon)
+    exact = linear_torch(normed.double(), weight.double(), widened(bias_O), gated=gated)
+    limit = 1.2 * relative_error(linear_torch(normed, weight, bias_O, gated=gated), exact)
+    assert relative_error(fused, exact) < limit
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_overlapping_kernels_wait_for_each_other(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of products replayed from a graph gives the bits of the same chain without any overlap."""
+    from tokenmill.kernels import triton_overlap
+
+    dtype, size = torch.bfloat16, 1024
+    weights = [numbers(size, size, dtype=dtype, seed=seed) / size**0.5 for seed in range(40)]
+    norm = Norm(numbers(size, dtype=dtype, seed=41), 1e-6)
+    start = numbers(rows, size, dtype=dtype, seed=42)
+
+    def chain() -> torch.Tensor:
+        x, residual = start, torch.zeros_like(start)
+        for first, second in zip(weights[::2], weights[1::2], strict=True):
+            x, residual = add_norm_linear(x, residual, norm, weight_OI=first, bias_O=None)
+            x = linear(x, second, None)
+        return x + residual
+
+    monkeypatch.setattr(triton_overlap, "ENABLED", False)
+    expected = chain()
+    monkeypatch.setattr(triton_overlap, "ENABLED", True)
+    assert torch.equal(chain(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(50):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("tokens", [1, 256, 5000])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "half"),
+    [(14, 2, 64, 32), (32, 8, 128, 64), (32, 32, 80, 16), (8, 4, 256, 128)],
+)
+def test_from_product_to_cache(
+    dtype: torch.dtype, normed: bool, tokens: int, heads: int, kv_heads: int, head_dim: int, half: int
+) -> None:
+    from tokenmill.kernels.triton_rotary import rotate_and_store
+
+    qkv = numbers(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    angles = numbers(tokens, half, dtype=torch.float32, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = HeadNorms(*numbers(2, head_dim, dtype=dtype, seed=2), 1e-6) if normed else None
+    pages = tokens // 16 + 2
+    slots = torch.randperm(pages * 16, device="cuda")[:tokens]
+    caches = torch.full((2, pages, 16, kv_heads, head_dim), torch.nan, dtype=dtype, device="cuda")
+    results = rotate_and_store(qkv, (cos, sin), norms, CacheSlots(caches[0], caches[1], slots))
+    for result, plain in zip(results, heads_of_product(qkv, (cos, sin), norms, kv_heads), strict=False):
+        assert relative_error(result, plain) < 2 * torch.finfo(dtype).eps
+    keys, values = caches.flatten(1, 2)
+    assert torch.equal(keys[slots], results[1])
+    assert torch.equal(values[slots], qkv[:, -kv_heads:])
+    for flat in (keys, values):
+        assert int(flat.isnan().all(-1).all(-1).sum()) == pages * 16 - tokens

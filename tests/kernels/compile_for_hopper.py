@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tokenmill.kernels import triton_attention, triton_norm, triton_prefill
+from tokenmill.kernels import triton_attention, triton_linear, triton_norm, triton_prefill, triton_rotary
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -71,6 +71,10 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "HMMA": sass.count("HMMA"),
         "wide_copies": len(re.findall(r"LDGSTS\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
         "copies": sass.count("LDGSTS"),
+        # Of a kernel that waits for the one before it: what it does until then.
+        "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
+        "early_prefetches": sass.partition("ACQBULK")[0].count("CCTL"),
+        "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 
 
@@ -112,7 +116,9 @@ STRIDES = dict.fromkeys(
     ("stride_qt", "stride_qh", "stride_page", "stride_token", "stride_head", "stride_ot", "stride_oh"), "i32"
 )
 OWN_STRIDES = dict.fromkeys(("stride_kt", "stride_kh", "stride_vt", "stride_vh"), "i32")
-ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "weight", "total"}
+ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "weight", "total", "scale"}
+ALIGNED |= {"bias", "qkv", "cos", "sin", "q_weight", "k_weight", "q_out", "k_out", "stride_x"}
+ALIGNED |= {f"stride_{name}" for name in ("residual", "qkv_head", "cos", "sin", "slot")}
 CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
 
 
@@ -178,8 +184,55 @@ def norm(size: int) -> dict[str, Any]:
     strides = ("stride_outer", "stride_inner", "residual_stride_outer", "residual_stride_inner")
     scalars = {"epsilon": "fp32", "num_rows": "i32", "inner": "i32", **dict.fromkeys(strides, "i32")}
     constants = {"SIZE": size, "BLOCK_ROWS": 1, "BLOCK_SIZE": triton.next_power_of_2(size)}
+    constants["OVERLAP"] = True
     return compiled(triton_norm._add_rms_norm_kernel, pointers, scalars, constants, num_warps=8)
 
+
+def linear(
+    size: int, outputs: int, *, kernel: Any, normed: bool = False, gated: bool = False, bias: bool = False
+) -> dict[str, Any]:
+    """A product of a single row (`_vector_kernel`) or of up to sixteen (`_matrix_kernel`)."""
+    pointers = {"x": "bf16", "weight": "bf16", "out": "bf16"}
+    pointers |= {"bias": "bf16"} if bias else {}
+    scalars = {"num_rows": "i32", "num_outputs": "i32", "stride_x": "i32"}
+    constants: dict[str, Any] = {"SIZE": size, "GATED": gated, "OVERLAP": True}
+    constants |= {} if bias else {"bias": None}
+    if kernel is triton_linear._matrix_kernel:
+        rows_tiling = triton_linear.matrix_tiling(size, outputs, gated)
+        constants |= {"ROWS": 16, "WARPS": rows_tiling.num_warps, "PREFETCHED": 512}
+        constants |= {"BLOCK_OUTPUTS": rows_tiling.outputs, "BLOCK_SIZE": rows_tiling.inputs_per_warp}
+        options = {"num_warps": rows_tiling.num_warps, "num_stages": rows_tiling.num_stages}
+        return compiled(kernel, pointers, scalars, constants, **options)
+    tiling = triton_linear.vector_tiling(size, outputs, gated)
+    normed_only = ("residual", "scale", "total")
+    pointers |= dict.fromkeys(normed_only, "bf16") if normed else {}
+    constants |= {} if normed else dict.fromkeys(normed_only, None)
+    scalars |= {"epsilon": "fp32", "stride_residual": "i32"}
+    constants |= {"ROWS": 1, "BLOCK_OUTPUTS": tiling.outputs, "BLOCK_SIZE": triton.next_power_of_2(size)}
+    return compiled(kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
+
+
+def rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    half, elements = head_dim // 2, triton_rotary.ELEMENTS_PER_PROGRAM
+    names = ("qkv", "cos", "sin", "q_weight", "k_weight", "q_out", "k_out", "key_cache", "value_cache")
+    strides = ("token", "qkv_head", "cos", "sin", "page", "slot", "head")
+    constants = {
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "PAGE_SIZE": 16,
+        "BLOCK_HEADS": elements // head_dim,
+        "BLOCK_HALF": half,
+        "BLOCK_REST": 1,
+        "OVERLAP": True,
+    }
+    pointers = {**dict.fromkeys(names, "bf16"), "slots": "i64"}
+    scalars = {"epsilon": "fp32", **{f"stride_{name}": "i32" for name in strides}}
+    return compiled(triton_rotary._rotate_and_store_kernel, pointers, scalars, constants, num_warps=4)
+
+
+VECTOR, MATRIX = triton_linear._vector_kernel, triton_linear._matrix_kernel
 
 if __name__ == "__main__":
     json.dump(
@@ -192,6 +245,14 @@ if __name__ == "__main__":
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
             "norm 4096": norm(4096),
+            "linear qkv 0.5B": linear(896, 1152, kernel=VECTOR, normed=True, bias=True),
+            "linear gate_up 0.5B": linear(896, 4864, kernel=VECTOR, normed=True, gated=True),
+            "linear down 0.5B": linear(4864, 896, kernel=VECTOR),
+            "linear gate_up 8B": linear(4096, 14336, kernel=VECTOR, normed=True, gated=True),
+            "linear down 8B": linear(14336, 4096, kernel=VECTOR),
+            "linear of rows qkv 0.5B": linear(896, 1152, kernel=MATRIX, bias=True),
+            "linear of rows gate_up 8B": linear(4096, 14336, kernel=MATRIX, gated=True),
+            "rotate and store": rotate_and_store(16, 8, 128),
         },
         sys.stdout,
     )

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.kernels.rotary import rotate, rotate_torch
+from tokenmill.kernels.norm import rms_norm_torch
+from tokenmill.kernels.operands import CacheSlots, HeadNorms
+from tokenmill.kernels.rotary import (
+    heads_of_product,
+    rotate,
+    rotate_torch,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -71,3 +77,97 @@ def test_triton_agrees(
         # Where products cancel, their rounding shows; the interpreter rounds to bfloat16 differently.
         limit = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(ours, expected, rtol=limit, atol=limit * float(q.abs().max()))
+
+
+def fused_case(
+    heads: int, kv_heads: int, head_dim: int, half: int, *, page_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], HeadNorms, CacheSlots]:
+    """Five tokens of a product with more columns, scattered over caches of NaN that lie heads first."""
+    generator = torch.Generator().manual_seed(heads)
+    _, _, cos, sin = inputs(heads, kv_heads, head_dim, half, dtype)
+    all_heads = heads + 2 * kv_heads
+    product = torch.randn(5, all_heads * head_dim + 8, generator=generator).to(dtype)
+    query, key = (1 + torch.randn(2, head_dim, generator=generator) / 4).to(dtype)
+    caches = torch.full((2, 7, kv_heads, page_size, head_dim), torch.nan, dtype=dtype).transpose(2, 3)
+    slots = torch.randperm(7 * page_size, generator=generator)[:5]
+    return (
+        product[:, : all_heads * head_dim].view(5, all_heads, head_dim),
+        (cos, sin),
+        HeadNorms(query, key, 1e-6),
+        CacheSlots(caches[0], caches[1], slots),
+    )
+
+
+def test_heads_of_a_product_are_normalised_and_rotated() -> None:
+    qkv, rotation, norms, _ = fused_case(4, 2, 80, 16, page_size=1, dtype=torch.float32)
+    q, k, v = heads_of_product(qkv, rotation, norms, 2)
+    assert torch.equal(v, qkv[:, 6:])
+    for ours, heads, weight in ((q, qkv[:, :4], norms.query_D), (k, qkv[:, 4:6], norms.key_D)):
+        normed = rms_norm_torch(heads, weight, norms.epsilon)
+        torch.testing.assert_close(ours, rotate_torch(normed, normed, *rotation)[0])
+    q, k, _ = heads_of_product(qkv, rotation, None, 2)
+    expected = rotate_torch(qkv[:, :4], qkv[:, 4:6], *rotation)
+    assert torch.equal(q, expected[0])
+    assert torch.equal(k, expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "half"),
+    [(14, 2, 64, 32), (3, 3, 80, 40), (4, 1, 96, 24), (1, 1, 256, 128), (33, 3, 16, 8)],
+)
+def test_triton_agrees_from_product_to_cache(
+    triton_device: str,
+    dtype: torch.dtype,
+    normed: bool,
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    half: int,
+) -> None:
+    from tokenmill.kernels import triton_rotary
+
+    product, angles, both_norms, cache = fused_case(
+        heads, kv_heads, head_dim, half, page_size=page_size, dtype=dtype
+    )
+    qkv = product.to(triton_device)
+    rotation = angles[0].to(triton_device), angles[1].to(triton_device)
+    norms = HeadNorms(
+        both_norms.query_D.to(triton_device), both_norms.key_D.to(triton_device), both_norms.epsilon
+    )
+    slots = CacheSlots(
+        cache.key_cache_NBKD.to(triton_device),
+        cache.value_cache_NBKD.to(triton_device),
+        cache.slots_T.to(triton_device),
+    )
+    ours = triton_rotary.rotate_and_store(qkv, rotation, norms if normed else None, slots)
+    # The interpreter cuts bits off where a GPU rounds to bfloat16, here up to four times in a row.
+    limit = (4 if normed else 2) * torch.finfo(dtype).eps
+    expected = heads_of_product(product, angles, both_norms if normed else None, kv_heads)
+    for actual, reference in zip(ours, expected[:2], strict=True):
+        assert actual.is_contiguous()
+        largest = float(reference.abs().max())
+        torch.testing.assert_close(actual.cpu(), reference, rtol=limit, atol=limit * largest)
+    keys, values = slots.key_cache_NBKD.flatten(0, 1), slots.value_cache_NBKD.flatten(0, 1)
+    assert torch.equal(keys[slots.slots_T], ours[1])
+    assert torch.equal(values[slots.slots_T], qkv[:, -kv_heads:])
+    for flat in (keys, values):
+        assert int(flat.isnan().all(-1).all(-1).sum()) == 7 * page_size - 5
+
+
+def test_storing_no_token_writes_nothing(triton_device: str) -> None:
+    from tokenmill.kernels import triton_rotary
+
+    with torch.device(triton_device):
+        qkv, angles, caches = (
+            torch.empty(0, 4, 16),
+            torch.empty(0, 8),
+            torch.full((2, 3, 4, 1, 16), torch.nan),
+        )
+        slots = CacheSlots(caches[0], caches[1], torch.empty(0, dtype=torch.int64))
+    q, k = triton_rotary.rotate_and_store(qkv, (angles, angles), None, slots)
+    assert (q.shape, k.shape) == ((0, 2, 16), (0, 1, 16))
+    assert caches.isnan().all()

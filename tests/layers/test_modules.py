@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
+from tokenmill.kernels.operands import HeadNorms
 from tokenmill.layers.attention import Attention, NormedAttention
 from tokenmill.layers.embedding import Embedding
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
+from tokenmill.layers.rotary import Rotation
 
 FLOAT = torch.float32
 
@@ -42,55 +44,68 @@ def test_norm() -> None:
     assert torch.allclose(normed.double(), expected(total), atol=1e-5)
 
 
+def normed(norm: RMSNorm, total: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    wide = total.double()
+    return wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + norm.epsilon) * norm.weight.double()
+
+
 def test_gated_mlp() -> None:
-    layer = GatedMLP(8, 12, bias=True, dtype=FLOAT)
+    layer, norm = GatedMLP(8, 12, bias=True, dtype=FLOAT), RMSNorm(8, epsilon=0.1, dtype=FLOAT)
     randomize(layer)
-    x = torch.randn(5, 8)
+    randomize(norm)
+    x, residual = torch.randn(5, 8), torch.randn(5, 8)
     weights = {name: parameter.double() for name, parameter in layer.named_parameters()}
     gate, up = (
-        x.double() @ weights["gate_up_proj.weight"][rows].T + weights["gate_up_proj.bias"][rows]
+        normed(norm, x + residual) @ weights["gate_up_proj.weight"][rows].T
+        + weights["gate_up_proj.bias"][rows]
         for rows in (slice(0, 12), slice(12, 24))
     )
     inner = gate / (1 + torch.exp(-gate)) * up
     expected = inner @ weights["down_proj.weight"].T + weights["down_proj.bias"]
-    assert torch.allclose(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
+    output, total = layer(x, residual, norm)
+    assert torch.equal(total, x + residual)
+    assert torch.allclose(output.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 class FirstKey:
-    """A backend that attends to nothing: it hands the keys of each group's head back as output."""
+    """A backend that attends to nothing: it hands the keys of each group's head on as they came."""
 
     def plan(self, layout: StepLayout) -> None:
         raise AssertionError("a module does not plan")
 
     def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
-        self.seen = q_THD, k_TKD, v_TKD, layer
-        return k_TKD.repeat_interleave(q_THD.shape[1] // k_TKD.shape[1], dim=1)
+        raise AssertionError("a module leaves the rotation to the backend")
+
+    def run_product(
+        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+    ) -> torch.Tensor:
+        self.seen = product_TSD, rotation, norms, layer
+        return product_TSD[:, 4:6].repeat_interleave(2, dim=1)
 
 
-def test_attention_projects_and_rotates() -> None:
+def test_attention_stands_between_two_products() -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, scale=1.0)
     layer = Attention(spec, 8, layer=3, qkv_bias=True, output_bias=False, dtype=FLOAT)
+    norm = RMSNorm(8, epsilon=0.1, dtype=FLOAT)
     randomize(layer)
-    backend, x = FirstKey(), torch.randn(5, 8)
-    quarter_turn = torch.zeros(5, 3), torch.ones(5, 3)  # cosine 0, sine 1: (a, b) -> (-b, a)
-    output = layer(x, quarter_turn, backend)
-    q, k, v, number = backend.seen
-    assert number == 3
-    projected = layer.qkv_proj(x)
-    for turned, plain in ((q, projected[:, :24].view(5, 4, 6)), (k, projected[:, 24:36].view(5, 2, 6))):
-        assert torch.allclose(turned, torch.cat([-plain[..., 3:], plain[..., :3]], dim=-1))
-    assert torch.equal(v, projected[:, 36:].view(5, 2, 6))
-    assert torch.allclose(output, layer.o_proj(k.repeat_interleave(2, dim=1).reshape(5, 24)))
+    randomize(norm)
+    backend, x, residual = FirstKey(), torch.randn(5, 8), torch.randn(5, 8)
+    rotation = torch.zeros(5, 3), torch.ones(5, 3)
+    output, total = layer(x, residual, norm, rotation, backend)
+    product, seen_rotation, head_norms, number = backend.seen
+    assert (seen_rotation, head_norms, number) == (rotation, None, 3)
+    assert torch.equal(total, x + residual)
+    expected = layer.qkv_proj(norm(total)).view(5, 8, 6)
+    assert torch.allclose(product, expected, atol=1e-5)
+    attended = expected[:, 4:6].repeat_interleave(2, dim=1).reshape(5, 24)
+    assert torch.allclose(output, layer.o_proj(attended), atol=1e-4)
 
 
-def test_normed_attention_normalises_each_head_of_queries_and_keys() -> None:
+def test_normed_attention_hands_its_norms_on() -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, scale=1.0)
     layer = NormedAttention(spec, 8, layer=0, qkv_bias=False, output_bias=False, epsilon=0.1, dtype=FLOAT)
-    randomize(layer)
-    x = torch.randn(5, 8)
-    q, k, v = layer.project(x)
-    projected = layer.qkv_proj(x).view(5, 8, 6)
-    assert torch.equal(v, projected[:, 6:])
-    for normed, plain, norm in ((q, projected[:, :4], layer.q_norm), (k, projected[:, 4:6], layer.k_norm)):
-        expected = plain / torch.sqrt((plain**2).mean(-1, keepdim=True) + 0.1) * norm.weight
-        assert torch.allclose(normed, expected, atol=1e-5)
+    norms = layer.head_norms()
+    assert norms.query_D is layer.q_norm.weight
+    assert norms.key_D is layer.k_norm.weight
+    assert norms.epsilon == 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import Step, StepLayout
 from tokenmill.models import Model, ModelSpec, load_model, read_spec
+
+_INTERPRETER = runpy.run_path(str(Path(__file__).parent.parent / "kernels" / "interpreter.py"))
+_INTERPRETER["choose"]()
 
 SIZES = {
     "vocab_size": 128,
@@ -26,6 +30,12 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(scope="session")
+def triton_device() -> str:
+    """Where Triton kernels run: "cuda", or "cpu" in the interpreter."""
+    return str(_INTERPRETER["device"]())
 
 
 @pytest.fixture

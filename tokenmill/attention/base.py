@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.kernels.operands import HeadNorms, Rotation
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -54,6 +56,11 @@ class Backend(Protocol):
 
     def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Store this step's keys and values, then return the attention output [T, H, D]."""
+
+    def run_product(
+        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+    ) -> torch.Tensor:
+        """`run` on queries, keys and values still to be normalised and rotated: [T, H + 2K, D]."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ import torch
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.attention.torch_backend import TorchBackend
 from tokenmill.kernels import native
+from tokenmill.kernels.operands import HeadNorms, Rotation
+from tokenmill.kernels.rotary import heads_of_product
 
 # A prompt with at most this many pairs of query and key is attended to query by query. Above it the matrix
 # products of `TorchBackend` win over the calls that they take.
@@ -80,6 +82,13 @@ class NativeBackend:
             )
         self._products.attend_prefills(q_THD, k_TKD, v_TKD, layer, out_THD=out_THD)
         return out_THD
+
+    def run_product(
+        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+    ) -> torch.Tensor:
+        """See `base.Backend`."""
+        num_kv_heads = self._specs[layer].num_kv_heads
+        return self.run(*heads_of_product(product_TSD, rotation, norms, num_kv_heads), layer)
 
 
 def _queries(layout: StepLayout, group: int, short_rows: list[int]) -> list[_Queries]:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
+from tokenmill.kernels.operands import HeadNorms, Rotation
+from tokenmill.kernels.rotary import heads_of_product
 
 # Queries of a prompt that need a mask are taken in blocks: keys that no query of a block sees are skipped.
 QUERY_BLOCK = 256
@@ -125,6 +127,13 @@ class TorchBackend:
             _attend_bucket(bucket, q_THD, keys, values, spec, out_THD)
         self.attend_prefills(q_THD, k_TKD, v_TKD, layer, out_THD=out_THD)
         return out_THD
+
+    def run_product(
+        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+    ) -> torch.Tensor:
+        """See `base.Backend`."""
+        num_kv_heads = self._specs[layer].num_kv_heads
+        return self.run(*heads_of_product(product_TSD, rotation, norms, num_kv_heads), layer)
 
     def attend_prefills(
         self,

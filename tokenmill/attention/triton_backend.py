@@ -13,6 +13,8 @@ import torch
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.kernels import triton_attention, triton_prefill
+from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
+from tokenmill.kernels.triton_rotary import rotate_and_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,35 @@ class TritonBackend:
 
     def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Store keys and values, then attend; inputs may be strided views, the result is contiguous."""
-        assert self._work is not None, "plan() comes first"
-        spec, work, layout = self._specs[layer], self._work, self._work.layout
+        cache = self._cache_slots(layer)
         triton_attention.store(
             k_TKD,
             v_TKD,
-            slots_T=layout.slot_mapping_T[spec.group],
-            key_cache_NBKD=self._key_caches[layer],
-            value_cache_NBKD=self._value_caches[layer],
+            slots_T=cache.slots_T,
+            key_cache_NBKD=cache.key_cache_NBKD,
+            value_cache_NBKD=cache.value_cache_NBKD,
         )
+        return self._attend(q_THD, k_TKD, v_TKD, layer)
+
+    def run_product(
+        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+    ) -> torch.Tensor:
+        """See `base.Backend`; one kernel does everything up to attention."""
+        q_THD, k_TKD = rotate_and_store(product_TSD, rotation, norms, self._cache_slots(layer))
+        v_TKD = product_TSD[:, -self._specs[layer].num_kv_heads :]
+        return self._attend(q_THD, k_TKD, v_TKD, layer)
+
+    def _cache_slots(self, layer: int) -> CacheSlots:
+        assert self._work is not None, "plan() comes first"
+        slots_T = self._work.layout.slot_mapping_T[self._specs[layer].group]
+        return CacheSlots(self._key_caches[layer], self._value_caches[layer], slots_T)
+
+    def _attend(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Attention over keys and values that are stored; those of this step are given as well."""
+        assert self._work is not None, "plan() comes first"
+        spec, work, layout = self._specs[layer], self._work, self._work.layout
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         split = layout.num_decodes
         if split:

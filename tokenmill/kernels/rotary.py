@@ -1,7 +1,8 @@
 """Rotary position embedding of queries and keys: the torch reference and the choice of the kernel.
 
 Owns no frequencies; `layers/rotary.py` makes the cosines and sines.
-T tokens, H query heads, K key heads, D head size, R half of the rotated dimensions.
+T tokens, H query heads, K key heads, D head size, R half of the rotated dimensions; S = H + 2K heads of a
+product that gives queries, keys and values.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from tokenmill.kernels import native
+from tokenmill.kernels.norm import rms_norm
+from tokenmill.kernels.operands import HeadNorms, Rotation
 
 
 def rotate(
@@ -27,6 +30,22 @@ def rotate(
     if kernels is not None and cos_TR.is_contiguous() and sin_TR.is_contiguous():
         return native.rotate(kernels, q_THD, cos_TR, sin_TR), native.rotate(kernels, k_TKD, cos_TR, sin_TR)
     return rotate_torch(q_THD, k_TKD, cos_TR, sin_TR)
+
+
+def heads_of_product(
+    product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], keys and values [T, K, D] of a product: queries and keys normalised, if there are
+    norms, and rotated.
+
+    One operation after the other; `triton_rotary.rotate_and_store` does the same and writes the cache.
+    """
+    num_heads = product_TSD.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = product_TSD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        q_THD = rms_norm(q_THD, norms.query_D, norms.epsilon)
+        k_TKD = rms_norm(k_TKD, norms.key_D, norms.epsilon)
+    return *rotate(q_THD, k_TKD, *rotation), v_TKD
 
 
 def rotate_torch(

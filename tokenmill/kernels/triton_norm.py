@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
+
 # Elements a program works on: rows shorter than this (the heads of a query norm) share a program.
 ELEMENTS_PER_PROGRAM = 2048
 
@@ -60,6 +62,7 @@ def add_rms_norm(
         BLOCK_ROWS=tiling.block_rows,
         BLOCK_SIZE=tiling.block_size,
         num_warps=tiling.num_warps,
+        **overlap_options(x.device),
     )
     return out, total
 
@@ -84,12 +87,11 @@ def _two_leading_dimensions(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _normalised(wide, weight, columns, keep, epsilon, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """`wide` is float32 [rows, BLOCK_SIZE], zero where not kept."""
+def _normalised(wide, scale, epsilon, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """`wide` is float32 [rows, BLOCK_SIZE], zero where there is nothing; `scale` is the weight."""
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + epsilon)
     quotient = (wide * inverse[:, None]).to(dtype).to(tl.float32)
-    scale = tl.load(weight + columns, mask=columns < SIZE, other=0).to(tl.float32)
-    return (quotient * scale[None, :]).to(dtype)
+    return (quotient * scale.to(tl.float32)[None, :]).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"])
@@ -110,8 +112,9 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK_SIZE)
     keep = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
     offsets = (rows // inner) * stride_outer + (rows % inner) * stride_inner
+    scale = tl.load(weight + columns, mask=columns < SIZE, other=0)
     wide = tl.load(x + offsets[:, None] + columns[None, :], mask=keep, other=0).to(tl.float32)
-    normed = _normalised(wide, weight, columns, keep, epsilon, out.dtype.element_ty, SIZE)
+    normed = _normalised(wide, scale, epsilon, out.dtype.element_ty, SIZE)
     tl.store(out + rows[:, None] * SIZE + columns[None, :], normed, mask=keep)
 
 
@@ -132,10 +135,14 @@ def _add_rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    let_next_begin(OVERLAP)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     columns = tl.arange(0, BLOCK_SIZE)
     keep = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    scale = tl.load(weight + columns, mask=columns < SIZE, other=0)
+    wait_for_inputs(OVERLAP)
     x_offsets = (rows // inner) * stride_outer + (rows % inner) * stride_inner
     residual_offsets = (rows // inner) * residual_stride_outer + (rows % inner) * residual_stride_inner
     own = tl.load(x + x_offsets[:, None] + columns[None, :], mask=keep, other=0).to(tl.float32)
@@ -145,5 +152,5 @@ def _add_rms_norm_kernel(
     added = (own + other).to(out.dtype.element_ty)
     targets = rows[:, None] * SIZE + columns[None, :]
     tl.store(total + targets, added, mask=keep)
-    normed = _normalised(added.to(tl.float32), weight, columns, keep, epsilon, out.dtype.element_ty, SIZE)
+    normed = _normalised(added.to(tl.float32), scale, epsilon, out.dtype.element_ty, SIZE)
     tl.store(out + targets, normed, mask=keep)

@@ -1,6 +1,6 @@
 """The attention module: projections, rotation, and the call of a backend that knows the cache.
 
-Letters: T tokens, E hidden size, H query heads, K key/value heads, D head size, R half of the rotated part.
+Letters: T tokens, E hidden size, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from tokenmill.attention.base import AttentionSpec, Backend
-from tokenmill.kernels.rotary import rotate
+from tokenmill.kernels.operands import HeadNorms, Rotation
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.norm import RMSNorm
-
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [T, R] of the step's positions
 
 
 class Attention(nn.Module):
@@ -31,8 +29,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self._shape = (-1, sum(self._heads), spec.head_dim)
+        self._shape = (-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
         self.qkv_proj = Linear(hidden_size, sum(parts.values()), bias=qkv_bias, dtype=dtype, parts=parts)
@@ -41,25 +38,28 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        norm: RMSNorm,
         rotation: Rotation,
         backend: Backend,
         needed_N: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T, E] -> [T, E], or [N, E] of the needed tokens (int64).
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention behind a norm of `hidden + residual`: its output, and that sum; both [T, E], or [N, E] of
+        the needed tokens (int64).
 
         The backend must have planned the step, and stores the keys and values of all tokens.
         """
-        q_THD, k_TKD, v_TKD = self.project(hidden_TE)
-        q_THD, k_TKD = rotate(q_THD, k_TKD, *rotation)
-        attended_THD = backend.run(q_THD, k_TKD, v_TKD, self.layer)
-        attended_TF = attended_THD.flatten(1)
-        output_TE: torch.Tensor = self.o_proj(attended_TF if needed_N is None else attended_TF[needed_N])
-        return output_TE
+        product_TO, residual_TE = self.qkv_proj.after_norm(norm, hidden_TE, residual_TE)
+        attended_TF = backend.run_product(
+            product_TO.view(self._shape), rotation, self.head_norms(), self.layer
+        ).flatten(1)
+        if needed_N is not None:
+            attended_TF, residual_TE = attended_TF[needed_N], residual_TE[needed_N]
+        return self.o_proj(attended_TF), residual_TE
 
-    def project(self, hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, H, D], keys and values [T, K, D] before the rotation: views of one product."""
-        q_THD, k_TKD, v_TKD = self.qkv_proj(hidden_TE).view(self._shape).split(self._heads, dim=1)
-        return q_THD, k_TKD, v_TKD
+    def head_norms(self) -> HeadNorms | None:
+        """What normalises queries and keys head by head before the rotation; None: nothing."""
+        return None
 
 
 class NormedAttention(Attention):
@@ -82,7 +82,6 @@ class NormedAttention(Attention):
         self.q_norm = RMSNorm(spec.head_dim, epsilon=epsilon, dtype=dtype)
         self.k_norm = RMSNorm(spec.head_dim, epsilon=epsilon, dtype=dtype)
 
-    def project(self, hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `Attention.project`, with normalised queries and keys."""
-        q_THD, k_TKD, v_TKD = super().project(hidden_TE)
-        return self.q_norm(q_THD), self.k_norm(k_TKD), v_TKD
+    def head_norms(self) -> HeadNorms:
+        """See `Attention.head_norms`."""
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon)

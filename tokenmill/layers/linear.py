@@ -10,8 +10,12 @@ import platform
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from tokenmill.kernels.activation import gated_silu
+from tokenmill.kernels.linear import add_norm_linear, linear
+from tokenmill.kernels.operands import Norm
+from tokenmill.layers.norm import RMSNorm
 
 # Rows of input for which oneDNN lays the weights out; decoding has few rows, and few rows gain most.
 _EXPECTED_ROWS = 16
@@ -42,7 +46,21 @@ class Linear(nn.Module):
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] -> [N, O]"""
-        return F.linear(x_NI, self.weight, self.bias)
+        return linear(x_NI, self.weight, self.bias)
+
+    def after_norm(
+        self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product of `norm(x + residual)`, and that sum [N, I]. If `gated`, the first half of the outputs
+        gates the second (`gated_silu`), and half as many come out."""
+        return add_norm_linear(
+            x_NI,
+            residual_NI,
+            Norm(norm.weight, norm.epsilon),
+            weight_OI=self.weight,
+            bias_O=self.bias,
+            gated=gated,
+        )
 
     def slots(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(part, "weight" or "bias", view of the parameter that holds it), for every stacked part."""
@@ -66,7 +84,7 @@ class TiedLinear(nn.Module):
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] -> [N, O]"""
-        return F.linear(x_NI, self.weight)
+        return linear(x_NI, self.weight, None)
 
 
 class PackedLinear(nn.Module):
@@ -89,6 +107,14 @@ class PackedLinear(nn.Module):
         """[N, I] -> [N, O]"""
         y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias, "none", [], "")
         return y_NO
+
+    def after_norm(
+        self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Linear.after_norm`."""
+        normed_NI, total_NI = norm.add(x_NI, residual_NI)
+        y_NO = self(normed_NI)
+        return (gated_silu(y_NO) if gated else y_NO), total_NI
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tokenmill.kernels.activation import gated_silu
 from tokenmill.layers.linear import Linear
+from tokenmill.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -23,7 +23,9 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, dtype=dtype)
 
-    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, D]"""
-        output_TD: torch.Tensor = self.down_proj(gated_silu(self.gate_up_proj(hidden_TD)))
-        return output_TD
+    def forward(
+        self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer behind a norm of `hidden + residual`: its output, and that sum; all [T, D]."""
+        inner_TF, residual_TD = self.gate_up_proj.after_norm(norm, hidden_TD, residual_TD, gated=True)
+        return self.down_proj(inner_TF), residual_TD

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# Passed on to models, which do not see the kernels.
+from tokenmill.kernels.operands import Rotation as Rotation
+
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -49,7 +52,7 @@ class Rotary(nn.Module):
         self.register_buffer("cosines_PR", (angles_PR.cos() * factor).to(device, dtype), persistent=False)
         self.register_buffer("sines_PR", (angles_PR.sin() * factor).to(device, dtype), persistent=False)
 
-    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions_T: torch.Tensor) -> Rotation:
         """Cosines and sines, each [T, R] in the model's dtype, times the scaling's attention factor."""
         return self.cosines_PR.index_select(0, positions_T), self.sines_PR.index_select(0, positions_T)
 

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from tokenmill.attention.base import Backend, Step
-from tokenmill.layers.attention import Attention, Rotation
+from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import Embedding
 from tokenmill.layers.linear import Linear, TiedLinear
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
-from tokenmill.layers.rotary import Rotary
+from tokenmill.layers.rotary import Rotary, Rotation
 from tokenmill.models.spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm. Adding to the residual and normalising it are one operation,
-    so what a layer puts out is added by the next one."""
+    """Attention and MLP, each behind a norm. Adding to the residual, normalising it and the product that
+    follows are one operation, so what a layer puts out is added by the next one."""
 
     def __init__(self, attention: Attention, spec: ModelSpec, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,12 +44,11 @@ class DecoderLayer(nn.Module):
 
         With `needed_N` both results are [N, D], for those tokens; the keys and values of all are stored.
         """
-        hidden_TD, residual_TD = self.input_layernorm.add(hidden_TD, residual_TD)
-        hidden_TD = self.self_attn(hidden_TD, rotation, backend, needed_N)
-        if needed_N is not None:
-            residual_TD = residual_TD[needed_N]
-        hidden_TD, residual_TD = self.post_attention_layernorm.add(hidden_TD, residual_TD)
-        return self.mlp(hidden_TD), residual_TD
+        hidden_TD, residual_TD = self.self_attn(
+            hidden_TD, residual_TD, self.input_layernorm, rotation, backend, needed_N
+        )
+        output_TD, residual_TD = self.mlp(hidden_TD, residual_TD, self.post_attention_layernorm)
+        return output_TD, residual_TD
 
 
 class CausalDecoder(nn.Module):

@@ -1,0 +1,153 @@
+"""Products of a few rows: the Triton kernels against float64, and against the operations they fuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.kernels import linear as plain
+from tokenmill.kernels.operands import Norm
+
+pytestmark = pytest.mark.cpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of a product's norm: a few roundings of its result, and in bfloat16 the interpreter's way to round.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-2, torch.float16: 2e-3}
+# (inputs, outputs): one weight, odd sizes, whole tiles and parts of them.
+SHAPES = [(1, 1), (100, 33), (896, 24), (1100, 7)]
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def case(
+    rows: int, inputs: int, outputs: int, *, bias: bool, gated: bool, dtype: torch.dtype, device: str
+) -> dict[str, Any]:
+    """Arguments of `add_norm_linear`, the rows of input and residual each with a stride of their own."""
+    weights = 2 * outputs if gated else outputs
+    tensors = {
+        "x_NI": numbers(rows, inputs + 16, dtype=dtype, seed=0)[:, :inputs],
+        "residual_NI": numbers(rows, inputs + 8, dtype=dtype, seed=1)[:, :inputs],
+        "weight_OI": numbers(weights, inputs, dtype=dtype, seed=2) / inputs**0.5,
+        "bias_O": numbers(weights, dtype=dtype, seed=3) if bias else None,
+    }
+    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    return {**moved, "norm": Norm(numbers(inputs, dtype=dtype, seed=4).to(device), 1e-6), "gated": gated}
+
+
+def widened(value: Any) -> Any:
+    if isinstance(value, Norm):
+        return Norm(value.weight_I.double(), value.epsilon)
+    return value.double() if isinstance(value, torch.Tensor) else value
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that the kernels allocate holds NaN until they write it."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_products_of_any_few_rows(
+    triton_device: str, dtype: torch.dtype, gated: bool, inputs: int, outputs: int
+) -> None:
+    from tokenmill.kernels import triton_linear
+
+    for rows in (1, 2, 3, 17):
+        inputs_of = case(
+            rows, inputs, outputs, bias=rows != 2, gated=gated, dtype=dtype, device=triton_device
+        )
+        given = {name: inputs_of[name] for name in ("x_NI", "weight_OI", "bias_O", "gated")}
+        y = triton_linear.linear(**given)
+        assert (y.shape, y.dtype) == ((rows, outputs), dtype)
+        expected = plain.linear_torch(**{name: widened(value) for name, value in given.items()})
+        assert relative_error(y, expected) < TOLERANCE[dtype], rows
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_addition_and_norm_in_front(
+    triton_device: str, dtype: torch.dtype, gated: bool, inputs: int, outputs: int
+) -> None:
+    from tokenmill.kernels import triton_linear
+
+    for rows in (1, 2):
+        given = case(rows, inputs, outputs, bias=rows != 2, gated=gated, dtype=dtype, device=triton_device)
+        y, total = triton_linear.add_norm_linear(**given)
+        expected_total = given["x_NI"] + given["residual_NI"]
+        # The interpreter cuts bits off where a GPU rounds to bfloat16.
+        limit = 0.0 if dtype != torch.bfloat16 else torch.finfo(dtype).eps
+        torch.testing.assert_close(total, expected_total, rtol=limit, atol=0)
+        given["residual_NI"] = total.double() - given["x_NI"].double()
+        expected, _ = plain.add_norm_linear_torch(**{name: widened(value) for name, value in given.items()})
+        assert relative_error(y, expected) < TOLERANCE[dtype], rows
+
+
+def test_fused_equals_separate_kernels_bit_for_bit(triton_device: str) -> None:
+    """One input, so that no sum has two orders: every rounding on the way is where the plain path has it."""
+    from tokenmill.kernels import triton_activation, triton_linear, triton_norm
+
+    for dtype in (torch.float16, torch.float32):
+        given = case(1, 1, 64, bias=True, gated=True, dtype=dtype, device=triton_device)
+        normed, total = triton_norm.add_rms_norm(
+            given["x_NI"], given["residual_NI"], given["norm"].weight_I, given["norm"].epsilon
+        )
+        product = normed.float() * given["weight_OI"].float().T + given["bias_O"].float()
+        expected = triton_activation.gated_silu(product.to(dtype))
+        fused, fused_total = triton_linear.add_norm_linear(**given)
+        assert torch.equal(fused_total, total)
+        torch.testing.assert_close(fused, expected, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_the_same_every_time_and_in_any_company(triton_device: str, gated: bool) -> None:
+    """A row's result depends neither on the run nor, within a kernel, on the rows beside it."""
+    from tokenmill.kernels import triton_linear
+
+    given = case(16, 896, 18, bias=True, gated=gated, dtype=torch.bfloat16, device=triton_device)
+    x, rest = given["x_NI"], (given["weight_OI"], given["bias_O"])
+    whole = triton_linear.linear(x, *rest, gated=gated)
+    assert torch.equal(whole, triton_linear.linear(x, *rest, gated=gated))
+    assert torch.equal(whole[4:9], triton_linear.linear(x[4:9], *rest, gated=gated))
+    pair = triton_linear.linear(x[:2], *rest, gated=gated)
+    assert torch.equal(pair[1:], triton_linear.linear(x[1:2], *rest, gated=gated))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_the_choice_on_a_cpu_is_torch(rows: int) -> None:
+    given = case(rows, 32, 5, bias=True, gated=True, dtype=torch.bfloat16, device="cpu")
+    for ours, theirs in zip(
+        plain.add_norm_linear(**given), plain.add_norm_linear_torch(**given), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_programs_are_many_and_never_hold_more_than_registers_can() -> None:
+    from tokenmill.kernels.triton_linear import FEWEST_PROGRAMS, VECTOR_WEIGHTS_PER_THREAD, vector_tiling
+
+    for size, num_outputs, gated in [
+        (896, 1152, False),
+        (896, 896, False),
+        (4864, 896, False),
+        (896, 4864, True),
+        (4096, 14336, True),
+        (14336, 4096, False),
+        (1, 1, False),
+    ]:
+        tiling = vector_tiling(size, num_outputs, gated)
+        assert tiling.outputs * FEWEST_PROGRAMS <= num_outputs or tiling.outputs == 1
+        held = tiling.outputs * (2 if gated else 1) * size / (32 * tiling.num_warps)
+        assert held <= VECTOR_WEIGHTS_PER_THREAD

@@ -1,0 +1,81 @@
+"""Products with weights, alone or between a norm and an activation: torch reference and choice of kernel.
+
+Few rows are multiplied by kernels that stream the weights; many rows by torch (cuBLAS). Owns no weights.
+Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tokenmill.kernels.activation import gated_silu, gated_silu_torch
+from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
+from tokenmill.kernels.operands import Norm
+
+# Products of up to so many rows are streamed.
+STREAMED_ROWS = 16
+# Up to so many rows every program normalises them for itself; above, a kernel of its own does it once.
+NORMED_ROWS = 2
+
+
+def linear(
+    x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, gated: bool = False
+) -> torch.Tensor:
+    """`x W^T + b` [N, O], summed in float32; if `gated`, `gated_silu` of it [N, F].
+
+    Rounds as `activation.gated_silu` of a product does, whichever kernel is chosen.
+    """
+    if _is_streamed(x_NI, STREAMED_ROWS):
+        from tokenmill.kernels import triton_linear
+
+        return triton_linear.linear(x_NI, weight_OI, bias_O, gated=gated)
+    y_NO = F.linear(x_NI, weight_OI, bias_O)
+    return gated_silu(y_NO) if gated else y_NO
+
+
+def add_norm_linear(
+    x_NI: torch.Tensor,
+    residual_NI: torch.Tensor,
+    norm: Norm,
+    *,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(linear(norm(x + residual)), x + residual)`, with the roundings of `add_rms_norm` and `linear`."""
+    if _is_streamed(x_NI, NORMED_ROWS):
+        from tokenmill.kernels import triton_linear
+
+        return triton_linear.add_norm_linear(
+            x_NI, residual_NI, norm, weight_OI=weight_OI, bias_O=bias_O, gated=gated
+        )
+    normed_NI, total_NI = add_rms_norm(x_NI, residual_NI, norm.weight_I, norm.epsilon)
+    return linear(normed_NI, weight_OI, bias_O, gated=gated), total_NI
+
+
+def linear_torch(
+    x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, gated: bool = False
+) -> torch.Tensor:
+    """The reference of `linear`, on any device."""
+    y_NO = F.linear(x_NI, weight_OI, bias_O)
+    return gated_silu_torch(y_NO) if gated else y_NO
+
+
+def add_norm_linear_torch(
+    x_NI: torch.Tensor,
+    residual_NI: torch.Tensor,
+    norm: Norm,
+    *,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `add_norm_linear`, on any device."""
+    total_NI = x_NI + residual_NI
+    normed_NI = rms_norm_torch(total_NI, norm.weight_I, norm.epsilon)
+    return linear_torch(normed_NI, weight_OI, bias_O, gated=gated), total_NI
+
+
+def _is_streamed(x_NI: torch.Tensor, most_rows: int) -> bool:
+    return x_NI.is_cuda and 0 < len(x_NI) <= most_rows and x_NI.element_size() == 2

@@ -1,0 +1,59 @@
+"""Programmatic dependent launch: a kernel begins while the one before it still runs, and waits.
+
+Each program of such a kernel calls `let_next_begin`, reads what no kernel writes (weights), calls
+`wait_for_inputs`, and only then touches what other kernels read or write. As every program waits, a kernel
+that is complete proves that all kernels before it are; plainly launched kernels can stand anywhere between.
+"""
+
+# Triton rewrites these functions: their arguments are pointers and scalars of its own language.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+ENABLED = True
+CACHE_LINE_BYTES = tl.constexpr(128)
+
+
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Arguments for launching a kernel that has a parameter OVERLAP and passes it to the functions below."""
+    overlap = ENABLED and device.type == "cuda" and _is_hopper_or_later(device)
+    return {"OVERLAP": overlap, "launch_pdl": overlap}
+
+
+@cache
+def _is_hopper_or_later(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def let_next_begin(OVERLAP: tl.constexpr):
+    """Once every program of this kernel has said so, the next kernel may begin."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Wait until every kernel before this one is complete and its writes are visible."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers, OVERLAP: tl.constexpr):
+    """Bring the cache lines that the pointers lie in to the L2 cache; all of them must be valid."""
+    if OVERLAP:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
