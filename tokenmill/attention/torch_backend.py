@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
+from tokenmill.kernels.sharing import SharingCosts
 
 # Queries of a prompt that need a mask are taken in blocks: keys that no query of a block sees are skipped.
 QUERY_BLOCK = 256
@@ -85,6 +86,7 @@ class TorchBackend:
         value_caches: Sequence[torch.Tensor],
         page_size: int,
     ) -> None:
+        self.sharing: SharingCosts | None = None
         self._specs = tuple(specs)
         self._page_size = page_size
         self._keys = [_TokenStore(cache) for cache in key_caches]
