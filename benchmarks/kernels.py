@@ -1,7 +1,7 @@
 """How near the GPU kernels come to the limits of the device: one table, no model.
 
     python3 benchmarks/kernels.py                  # under 90 seconds
-    python3 benchmarks/kernels.py --tune decode    # tilings and splits side by side, some minutes
+    python3 benchmarks/kernels.py --tune decode    # tilings and splits side by side, about a minute each
 
 Every measurement replays a CUDA graph of many launches over inputs that together exceed the L2 cache, and
 takes the median of the replays. Bytes and operations are those that the task needs, whatever the kernel does.
@@ -15,15 +15,21 @@ import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tokenmill.kernels import triton_attention, triton_prefill
+from tokenmill.attention import create_backend
+from tokenmill.attention.base import AttentionSpec
+from tokenmill.kernels import triton_decode, triton_prefill
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.rotary import rotate
-from tokenmill.kernels.triton_attention import PagedRows, Tiling
+from tokenmill.kernels.sharing import SharedPrefixes
+from tokenmill.kernels.triton_attention import PagedRows
+from tokenmill.kernels.triton_decode import Tiling
 from tokenmill.kernels.triton_prefill import PrefillTiling
+from tokenmill.runner.forest import Forest
 
 PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
 PEAK_FLOPS = 800e12  # what a large bfloat16 product reaches there
@@ -74,7 +80,7 @@ def decode_seconds(batch: int, context: int, heads: tuple[int, int, int]) -> flo
     caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     attend = partial(
-        triton_attention.decode,
+        triton_decode.decode,
         q,
         scale=head_dim**-0.5,
         window=None,
@@ -187,24 +193,110 @@ def report_small_kernels() -> None:
 
 
 def tune_decode() -> None:
-    """Tilings and splits of decode attention, the best first for each case."""
-    for heads, batch, context in itertools.product(HEADS, (1, 16, 256), (1024, 4096)):
+    """Tilings, folding and splits of decode attention, the best first for each case."""
+    cases = [(1, 4096), (16, 1024), (256, 1024), (256, 300)]
+    for heads, (batch, context) in itertools.product(HEADS, cases):
         found = []
-        for tile_bytes, warps, stages in itertools.product((8192, 16384), (2, 4), (3, 5)):
-            triton_attention.decode_tiling = lambda block_dim, size, *, tile=(tile_bytes, warps, stages): (
-                Tiling(max(16, tile[0] // (block_dim * size)), tile[1], tile[2])
+        folds = (64, 128) if heads[2] == 64 else (128,)
+        for fold, tile_bytes, stages in itertools.product(folds, (8192, 16384), (3, 5)):
+            triton_decode.FOLDED_DIM = fold
+            triton_decode.decode_tiling = lambda block_dim, size, *, tile=(tile_bytes, stages): Tiling(
+                min(128, max(16, tile[0] // (block_dim * size))), 4, tile[1]
             )
-            for programs, few, many in ((512, 64, 512), (1024, 64, 512), (1024, 128, 512), (2048, 64, 1024)):
-                triton_attention.DECODE_PROGRAMS = programs
-                triton_attention.SPLIT_TOKENS_FEW_ROWS = few
-                triton_attention.SPLIT_TOKENS_MANY_ROWS = many
-                setting = f"{tile_bytes >> 10}K w{warps} s{stages} programs {programs} splits {few}/{many}"
+            for programs, few, many in ((512, 64, 512), (1024, 64, 512), (1024, 128, 1024)):
+                triton_decode.DECODE_PROGRAMS = programs
+                triton_decode.SPLIT_KEYS_FEW_ROWS = few
+                triton_decode.SPLIT_KEYS_MANY_ROWS = many
+                setting = (
+                    f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}, heads as {fold}"
+                )
                 found.append((decode_seconds(batch, context, heads), setting))
         floor = batch * context * heads[1] * heads[2] * 4 / PEAK_BYTES_PER_SECOND * 1e6
         title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"
         print(f"\n{title}: floor {floor:.1f} us", flush=True)
-        for seconds, setting in sorted(found)[:5]:
+        for seconds, setting in sorted(found)[:4]:
             print(f"  {seconds * 1e6:8.1f} us  {setting}")
+
+
+# Groups, rows of each, keys that a group shares, keys of each row alone.
+FORESTS = [(1, 512, 2048, 96), (64, 8, 2048, 96), (8, 8, 512, 512), (1, 16, 8192, 96), (1, 2, 8192, 96)]
+
+
+def shared_rows(
+    shape: tuple[int, int, int, int], heads: tuple[int, int, int]
+) -> tuple[PagedRows, SharedPrefixes | None]:
+    """Rows of a forest of one level on shuffled pages, and what they share if that pays."""
+    groups, members, shared, own = shape
+    num_rows, columns = groups * members, shared // PAGE_SIZE
+    num_pages = groups * columns + num_rows * (own // PAGE_SIZE)
+    cache = (num_pages, PAGE_SIZE, heads[1], heads[2])
+    keys, values = (torch.randn(cache, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    pages = torch.randperm(num_pages, dtype=torch.int32)
+    prefixes = pages[: groups * columns].view(groups, columns).repeat_interleave(members, 0)
+    table = torch.cat((prefixes, pages[groups * columns :].view(num_rows, -1)), 1)
+    lengths = torch.full((num_rows,), shared + own, dtype=torch.int32, device="cuda")
+    rows = PagedRows(keys, values, table.cuda(), lengths)
+    spec = AttentionSpec(heads[0], heads[1], heads[2], scale=heads[2] ** -0.5)
+    costs = create_backend("triton", [spec], [keys], [values], PAGE_SIZE).sharing
+    assert costs is not None
+    forest = Forest(costs, max_rows=num_rows, page_size=PAGE_SIZE, device=lengths.device)
+    slots = np.arange(num_rows, dtype=np.int32)
+    positions = np.full(num_rows, shared + own - 1, dtype=np.int32)
+    found = forest.update(table.numpy(), slots, positions)
+    return rows, None if found is None else forest.shared(num_rows, found)
+
+
+def shared_seconds(
+    forest: tuple[int, int, int, int], heads: tuple[int, int, int]
+) -> tuple[float, float | None, float]:
+    """Time of decode attention row by row, time with the prefixes read once, and by how much they differ."""
+    cases = [shared_rows(forest, heads) for _ in range(3)]
+    q = torch.randn(cases[0][0].lengths_R.shape[0], heads[0], heads[2], dtype=torch.bfloat16, device="cuda")
+    outs = [torch.empty_like(q) for _ in range(2)]
+    longest = forest[2] + forest[3]
+
+    def call(rows: PagedRows, shared: SharedPrefixes | None, out: torch.Tensor) -> None:
+        triton_decode.decode(
+            q, rows, scale=heads[2] ** -0.5, window=None, longest=longest, out_RHD=out, shared=shared
+        )
+
+    plain = seconds_each([partial(call, rows, None, outs[0]) for rows, _ in cases])
+    if cases[0][1] is None:
+        return plain, None, 0.0
+    seconds = seconds_each([partial(call, rows, shared, outs[1]) for rows, shared in cases])
+    return plain, seconds, float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
+
+
+def report_shared() -> None:
+    print("\ndecode attention with shared prefixes: microseconds row by row, and with prefixes read once")
+    for heads, forest in itertools.product(HEADS, FORESTS):
+        plain, seconds, error = shared_seconds(forest, heads)
+        title = "{} x {} rows, {} keys shared, {} own".format(*forest)
+        found = "not worth the while" if seconds is None else f"{seconds * 1e6:8.1f}"
+        wrong = f"  WRONG by {error:.1e}" if error > 8e-3 else ""
+        print(
+            f"{heads[0]}:{heads[1]} d{heads[2]:<5} {title:<45} {plain * 1e6:8.1f} {found}{wrong}", flush=True
+        )
+
+
+def tune_shared() -> None:
+    """Tiles, programs and splits of shared segments: microseconds of each forest, best in the first first."""
+    for heads in HEADS:
+        found = []
+        for queries, programs, stages in itertools.product((64, 128), (132, 264, 396), (2, 3)):
+            triton_decode.SHARED_PROGRAMS = programs
+            triton_decode.shared_tiling = lambda *_, tile=(queries, stages): Tiling(
+                keys=64, num_warps=tile[0] // 16, num_stages=tile[1], queries=tile[0]
+            )
+            times = []
+            for forest in FORESTS:
+                _, seconds, error = shared_seconds(forest, heads)
+                times.append(float("nan") if seconds is None or error > 8e-3 else seconds * 1e6)
+            found.append((times, f"{queries} queries, {programs} programs, {stages} stages"))
+        titles = " ".join(f"{f'{forest[0]}x{forest[1]}x{forest[2]}':>12}" for forest in FORESTS)
+        print(f"\nshared {heads[0]}:{heads[1]} d{heads[2]}, us: {titles}")
+        for times, setting in sorted(found):
+            print(" " * 23 + " ".join(f"{time:12.1f}" for time in times) + f"  {setting}", flush=True)
 
 
 # Head size -> candidates: queries, keys, warps, stages, gathered keys, gather stages, overlap, registers.
@@ -296,12 +388,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tune", choices=("decode", "prefill"), help="compare the tilings of one kernel")
+    parser.add_argument(
+        "--tune", choices=("decode", "prefill", "shared"), help="compare the tilings of one kernel"
+    )
     tune = parser.parse_args().tune
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, pages of {PAGE_SIZE} tokens")
     for part in {
-        None: (report_decode, report_prefill, report_small_kernels),
+        None: (report_decode, report_shared, report_prefill, report_small_kernels),
         "decode": (tune_decode,),
+        "shared": (report_shared, tune_shared),
         "prefill": (tune_prefill,),
     }[tune]:
         part()

@@ -53,6 +53,7 @@ GRANTS: dict[str, set[str]] = {
         "layers",
         "attention",
         "parallel",
+        "kernels.sharing",  # plain columns: the runner writes them, the kernels read them
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch
     },

@@ -88,9 +88,9 @@ def test_splits_of_a_window(ragged: SimpleNamespace, triton_device: str) -> None
 def test_more_keys_than_the_most_splits_hold_at_their_shortest(
     ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokenmill.kernels import triton_attention
+    from tokenmill.kernels import triton_decode
 
-    monkeypatch.setattr(triton_attention, "MAX_SPLITS", 8)
+    monkeypatch.setattr(triton_decode, "MAX_SPLITS", 8)
     spec = AttentionSpec(2, 1, 64, scale=0.125)
     assert error(ragged, triton_device, spec, [(1, 1500), (1, 90)]) < LIMITS[torch.float32]
 

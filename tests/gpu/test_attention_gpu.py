@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import runpy
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (12, 12, 80), (24, 8, 96), (8,
 @pytest.fixture(scope="module")
 def ragged() -> SimpleNamespace:
     path = Path(__file__).parents[1] / "attention" / "ragged.py"
+    return SimpleNamespace(**runpy.run_path(str(path)))
+
+
+@pytest.fixture(scope="module")
+def forests() -> SimpleNamespace:
+    path = Path(__file__).parents[1] / "attention" / "forests.py"
     return SimpleNamespace(**runpy.run_path(str(path)))
 
 
@@ -159,6 +166,113 @@ def test_a_captured_step_follows_the_device(ragged: SimpleNamespace) -> None:
         layout.slot_mapping_T[0].copy_(step.layout.slot_mapping_T[0])
         for mine, theirs in ((q, step.q), (k, step.k), (v, step.v)):
             mine.copy_(theirs)
+        graph.replay()
+        assert ragged.relative_error(out, step.expected) < LIMITS[torch.bfloat16]
+
+
+def forest_costs(spec: AttentionSpec, dtype: torch.dtype) -> Any:
+    """The tiles of the kernels, and that all sharing pays."""
+    cache = torch.zeros(1, 1, spec.num_kv_heads, spec.head_dim, dtype=dtype, device="cuda")
+    costs = create_backend("triton", [spec], [cache], [cache], 1).sharing
+    assert costs is not None
+    return dataclasses.replace(costs, piece_keys=0, worthwhile_keys=0)
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_random_forests(forests: SimpleNamespace, ragged: SimpleNamespace, seed: int) -> None:
+    draw = random.Random(seed)
+    heads, kv_heads, head_dim = HEADS[seed % len(HEADS)]
+    dtype = list(LIMITS)[seed % 3]
+    page_size = draw.choice((1, 16, 64))
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    longest = draw.choice((300, 2000)) // page_size
+    rows = forests.random_forest(draw, draw.choice((2, 30, 120)), longest)
+    rows += [max(rows, key=len)] * draw.choice((1, 100))
+    step = forests.forest_step(
+        spec,
+        rows,
+        costs=forest_costs(spec, dtype),
+        page_size=page_size,
+        dtype=dtype,
+        seed=seed,
+        device="cuda",
+        padding=draw.choice((0, 3)),
+    )
+    assert step.layout.shared is not None
+    out = answer(backend_for(step, spec, page_size), step)
+    assert ragged.relative_error(out, step.expected) < LIMITS[dtype]
+
+
+def test_a_captured_step_follows_the_forest(forests: SimpleNamespace, ragged: SimpleNamespace) -> None:
+    """One graph answers for two forests: all that it knows of them lies in tensors."""
+    spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
+    first, second = (
+        forests.forest_step(
+            spec,
+            rows,
+            costs=forest_costs(spec, torch.bfloat16),
+            page_size=16,
+            dtype=torch.bfloat16,
+            seed=5,
+            device="cuda",
+        )
+        for rows in (
+            [[*range(70), 100 + row] for row in range(40)],
+            [
+                [row // 4, 20 + row // 4, *range(50 + 20 * (row // 4), 70 + 20 * (row // 4))]
+                for row in range(40)
+            ],
+        )
+    )
+    pages = max(len(first.key_cache), len(second.key_cache))
+    caches = [torch.zeros(pages, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    width = max(step.layout.page_table_RP[0].shape[1] for step in (first, second))
+    layout = dataclasses.replace(
+        first.layout,
+        page_table_RP=(torch.zeros(40, width, dtype=torch.int32, device="cuda"),),
+        host_lengths=[8000] * 40,
+    )
+    assert layout.shared is not None
+    items = torch.zeros(200, layout.shared.items_IF.shape[1], dtype=torch.int32, device="cuda")
+    members = torch.zeros(200, dtype=torch.int32, device="cuda")
+    layout.shared = dataclasses.replace(
+        layout.shared,
+        num_items=layout.shared.num_items.clone(),
+        items_IF=items,
+        members_M=members,
+        own_starts_R=layout.shared.own_starts_R.clone(),
+        num_pieces_R=layout.shared.num_pieces_R.clone(),
+        longest_own=8000,
+    )
+    q, k, v = (tensor.clone() for tensor in (first.q, first.k, first.v))
+    backend = create_backend("triton", [spec], caches[:1], caches[1:], 16)
+
+    def load(step: Any) -> None:
+        for cache, filled in zip(caches, (step.key_cache, step.value_cache), strict=True):
+            cache[: len(filled)] = filled
+        table = step.layout.page_table_RP[0]
+        layout.page_table_RP[0][:, : table.shape[1]] = table
+        layout.lengths_R.copy_(step.layout.lengths_R)
+        layout.slot_mapping_T[0].copy_(step.layout.slot_mapping_T[0])
+        assert layout.shared is not None
+        for name in ("num_items", "own_starts_R", "num_pieces_R"):
+            getattr(layout.shared, name).copy_(getattr(step.layout.shared, name))
+        number = int(step.layout.shared.num_items)
+        items[:number] = step.layout.shared.items_IF[:number]
+        members[: len(step.layout.shared.members_M)] = step.layout.shared.members_M
+        for mine, theirs in ((q, step.q), (k, step.k), (v, step.v)):
+            mine.copy_(theirs)
+
+    load(second)
+    backend.plan(layout)
+    backend.run(q, k, v, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.plan(layout)
+        out = backend.run(q, k, v, 0)
+    for step in (first, second, first):
+        load(step)
         graph.replay()
         assert ragged.relative_error(out, step.expected) < LIMITS[torch.bfloat16]
 

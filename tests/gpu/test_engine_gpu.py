@@ -63,6 +63,43 @@ def test_greedy_tokens_are_those_of_transformers(
         assert repeated["output_ids"] == expected
 
 
+@pytest.mark.parametrize("more", [{}, {"disable_cuda_graph": True}], ids=["graphs", "no-graphs"])
+def test_shared_prefixes_read_once_give_the_same_tokens(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+) -> None:
+    """Three levels of prefixes, and rows that end at different steps."""
+    from tokenmill.attention import triton_backend
+    from tokenmill.runner.forest import Forest
+
+    monkeypatch.setattr(triton_backend, "SHARING_BYTES", 0)  # these models are too small for it to pay
+    found: list[Any] = []
+    update = Forest.update
+    monkeypatch.setattr(
+        Forest,
+        "update",
+        lambda self, *columns: found.append(update(self, *columns)) or found[-1],
+    )
+    rng = random.Random(17)
+    ids = [rng.randrange(256) for _ in range(150)]
+    batch = [
+        ids[: 50 + 40 * (row % 3)] + [rng.randrange(256) for _ in range(rng.randint(1, 30))]
+        for row in range(12)
+    ]
+    folder = make_model("qwen3", head_dim=64)
+    lengths = [8 + 4 * row for row in range(12)]
+    params = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
+    with sgl.Engine(
+        model_path=str(folder), device="cuda", dtype="float32", mem_fraction_static=0.2, **more
+    ) as engine:
+        results = engine.generate(input_ids=batch, sampling_params=params)
+    for prompt, length, result in zip(batch, lengths, results, strict=True):
+        assert result["output_ids"] == transformers_greedy(folder, prompt, length)
+    assert sum(each is not None for each in found) > 30
+
+
 def test_two_engines_share_the_gpu_and_give_it_back(make_model: Callable[..., Path]) -> None:
     folder = str(make_model("llama", head_dim=64))
     before = torch.cuda.memory_allocated()

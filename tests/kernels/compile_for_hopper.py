@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tokenmill.kernels import triton_attention, triton_linear, triton_norm, triton_prefill, triton_rotary
+from tokenmill.kernels import triton_decode, triton_linear, triton_norm, triton_prefill, triton_rotary
+from tokenmill.kernels.sharing import ITEM_FIELDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -119,32 +120,64 @@ OWN_STRIDES = dict.fromkeys(("stride_kt", "stride_kh", "stride_vt", "stride_vh")
 ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "weight", "total", "scale"}
 ALIGNED |= {"bias", "qkv", "cos", "sin", "q_weight", "k_weight", "q_out", "k_out", "stride_x"}
 ALIGNED |= {f"stride_{name}" for name in ("residual", "qkv_head", "cos", "sin", "slot")}
+ALIGNED |= {"parts", "logs"}
 CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
 
 
-def decode(head_dim: int, group: int, *, single: bool) -> dict[str, Any]:
-    block_dim = triton.next_power_of_2(head_dim)
-    tiling = triton_attention.decode_tiling(block_dim, 2)
+def decode(
+    head_dim: int, group: int, *, fold: int = 1, single: bool = False, shared: bool = False
+) -> dict[str, Any]:
+    block_dim = triton.next_power_of_2(head_dim * fold)
+    tiling = triton_decode.decode_tiling(block_dim, 2)
     constants = {
         "GROUP": group,
+        "FOLD": fold,
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": 16,
         "WINDOW": 0,
+        "SHARED": shared,
         "SINGLE": single,
-        "BLOCK_G": max(16, triton.next_power_of_2(group)),
+        "BLOCK_G": max(16, triton.next_power_of_2(group * fold)),
         "BLOCK_N": tiling.keys,
         "BLOCK_DIM": block_dim,
     }
-    pointers = {"q": "bf16", **CACHES, "out": "bf16", "partial": "fp32", "statistics": "fp32"}
+    forest = {"own_starts": "i32", "num_pieces": "i32"}
+    pointers = {"q": "bf16", **CACHES, **forest, "out": "bf16", "parts": "fp32", "logs": "fp32"}
     scalars = {
         "scale_log2": "fp32",
         "max_splits": "i32",
         "min_split": "i32",
+        "room": "i32",
         "stride_table": "i32",
         **STRIDES,
     }
+    options = {
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+        "maxnreg": triton_decode.DECODE_REGISTERS,
+    }
+    return compiled(triton_decode._own_kernel, pointers, scalars, constants, **options)
+
+
+def shared(head_dim: int, group: int) -> dict[str, Any]:
+    tiling = triton_decode.shared_tiling(head_dim, 2)
+    constants = {
+        "KEY_HEADS": 8,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "FIELDS": ITEM_FIELDS,
+        "BLOCK_M": triton.next_power_of_2(tiling.queries // group * group),
+        "BLOCK_N": tiling.keys,
+        "BLOCK_DIM": triton.next_power_of_2(head_dim),
+    }
+    forest = {"num_items": "i32", "items": "i32", "members": "i32"}
+    pointers = {"q": "bf16", **CACHES, **forest, "parts": "fp32", "logs": "fp32"}
+    del pointers["lengths"]
+    strides = {name: kind for name, kind in STRIDES.items() if name not in ("stride_ot", "stride_oh")}
+    scalars = {"scale_log2": "fp32", "room": "i32", "stride_table": "i32", **strides}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return compiled(triton_attention._decode_kernel, pointers, scalars, constants, **options)
+    return compiled(triton_decode._shared_kernel, pointers, scalars, constants, **options)
 
 
 def prefill(
@@ -238,7 +271,13 @@ if __name__ == "__main__":
     json.dump(
         {
             "decode 64": decode(64, 7, single=True),
-            "decode 128 split": decode(128, 4, single=False),
+            "decode 64 folded": decode(64, 7, fold=2),
+            "decode 128 split": decode(128, 4),
+            "decode 64 own": decode(64, 7, fold=2, shared=True),
+            "decode 128 own": decode(128, 2, shared=True),
+            "shared 64": shared(64, 7),
+            "shared 128": shared(128, 2),
+            "shared 256": shared(256, 2),
             "prefill 64 window": prefill(64, 7, window=512),
             "prefill 64": prefill(64, 7),
             "prefill 96": prefill(96, 3),

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.messages import RowStarts, StepPlan
 from tokenmill.runner.batch import Rows, StepInputs
+from tokenmill.runner.forest import Found
 
 
 def ints(*values: int) -> Any:
@@ -195,3 +197,57 @@ def test_a_decode_layout_from_the_device_equals_the_one_from_the_host(rows: Rows
     assert device.query_starts.tolist() == [*host.query_starts.tolist(), 3]
     assert device.page_table_RP[0][0, :2].tolist() == host.page_table_RP[0][0].tolist()
     assert device.num_decodes == 3
+
+
+def test_a_captured_layout_follows_what_rows_share() -> None:
+    costs = SharingCosts(
+        rows_per_item=4,
+        key_heads=1,
+        programs=4,
+        tile_keys=4,
+        shortest_split=4,
+        piece_keys=0,
+        worthwhile_keys=0,
+    )
+    rows = Rows(
+        num_slots=6,
+        num_columns=8,
+        num_groups=1,
+        page_size=4,
+        spare_page=9,
+        device=torch.device("cpu"),
+        sharing=costs,
+    )
+    slots, positions = ints(2, 5), ints(9, 6)
+
+    def enter(*second_row: int) -> None:
+        rows.update(
+            plan(
+                slots=slots,
+                starts=ints(0, 0),
+                counts=ints(1, 1),
+                samples=[True, True],
+                page_slots=ints(2, 2, 2, 5, 5),
+                page_groups=ints(0, 0, 0, 0, 0),
+                page_columns=ints(0, 1, 2, 0, 1),
+                page_ids=ints(7, 3, 4, *second_row),
+                new_rows=row_starts(2, 5),
+            )
+        )
+
+    enter(7, 1)
+    # The first row reads its keys 4 to 9 alone.
+    assert rows.find_shared(slots, positions) == Found(longest_own=6, max_pieces=64)
+    layout = rows.decode_layout(
+        torch.tensor([2, 5, 6, 6]), torch.tensor([9, 6, 0, 0]), longest=8, max_pieces=16
+    )
+    assert layout.shared is not None
+    assert (layout.shared.longest_own, layout.shared.max_pieces) == (8, 16)
+    assert layout.host_lengths == [32] * 4
+    assert layout.shared.own_starts_R.tolist() == [4, 4, 0, 0]
+    assert layout.shared.num_pieces_R.tolist() == [1, 1, 0, 0]
+    enter(2, 1)  # other requests in the same slots
+    assert rows.find_shared(slots, positions) is None
+    layout = rows.decode_layout(torch.tensor([2, 5]), torch.tensor([9, 6]), longest=512)
+    assert layout.shared is None
+    assert layout.host_lengths == [32, 32]

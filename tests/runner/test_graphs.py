@@ -13,7 +13,7 @@ from tokenmill.sampling import SamplingNeeds
 
 pytestmark = pytest.mark.cpu
 
-PLAIN = SamplingNeeds(random=True, filters=False)
+PLAIN = graphs.StepKind(SamplingNeeds(random=True, filters=False))
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> graphs.DecodeGraphs:
     nothing: Any = None
     made = graphs.DecodeGraphs(nothing, nothing, policy=policy, device=torch.device("cpu"))
 
-    def capture(size: int, needs: SamplingNeeds) -> Any:
+    def capture(size: int, kind: graphs.StepKind) -> Any:
         if size > 16:
             raise torch.OutOfMemoryError
-        policy.captured(size, needs, seconds=0.01)
+        policy.captured(size, kind, seconds=0.01)
         return size
 
     monkeypatch.setattr(made, "_capture", capture)
@@ -39,5 +39,5 @@ def test_graphs_that_exist_are_used_when_memory_is_out(decode_graphs: graphs.Dec
     assert decode_graphs._graph(9, PLAIN) == 16
     assert decode_graphs._graph(20, PLAIN) is None
     assert decode_graphs._graph(2, PLAIN) == 16
-    assert decode_graphs._graph(1, SamplingNeeds(random=True, filters=True)) is None
+    assert decode_graphs._graph(1, graphs.StepKind(SamplingNeeds(random=True, filters=True))) is None
     assert decode_graphs._graph(64, PLAIN) is None

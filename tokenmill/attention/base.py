@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.kernels.operands import HeadNorms, Rotation
+from tokenmill.kernels.sharing import SharedPrefixes, SharingCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class StepLayout:
     num_decodes: int
     host_query_lengths: list[int]  # [R]
     host_lengths: list[int]  # [R]
+    # Keys that decoding rows share, for backends with `sharing`. They may be ignored: nothing else changes.
+    shared: SharedPrefixes | None = None
 
 
 class Backend(Protocol):
@@ -50,6 +53,9 @@ class Backend(Protocol):
     Constructed as `Backend(specs, key_caches, value_caches, page_size)`: one entry per layer,
     caches of shape [N, B, K, D] (any strides with the last dimension contiguous).
     """
+
+    # When reading a shared prefix once for several rows pays; None: the backend does not do that.
+    sharing: SharingCosts | None
 
     def plan(self, layout: StepLayout) -> None:
         """Prepare for one step; called once before the layers run."""

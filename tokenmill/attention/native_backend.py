@@ -16,6 +16,7 @@ from tokenmill.attention.torch_backend import TorchBackend
 from tokenmill.kernels import native
 from tokenmill.kernels.operands import HeadNorms, Rotation
 from tokenmill.kernels.rotary import heads_of_product
+from tokenmill.kernels.sharing import SharingCosts
 
 # A prompt with at most this many pairs of query and key is attended to query by query. Above it the matrix
 # products of `TorchBackend` win over the calls that they take.
@@ -44,6 +45,7 @@ class NativeBackend:
     ) -> None:
         kernels = native.library(key_caches[0].dtype)
         assert kernels is not None, "whoever chooses this backend has asked for the kernels"
+        self.sharing: SharingCosts | None = None
         self._specs = tuple(specs)
         self._caches = [
             native.PagedCaches(kernels, *pair) for pair in zip(key_caches, value_caches, strict=True)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.kernels.operands import HeadNorms, Rotation
 from tokenmill.kernels.rotary import heads_of_product
+from tokenmill.kernels.sharing import SharingCosts
 
 # Queries of a prompt that need a mask are taken in blocks: keys that no query of a block sees are skipped.
 QUERY_BLOCK = 256
@@ -87,6 +88,7 @@ class TorchBackend:
         value_caches: Sequence[torch.Tensor],
         page_size: int,
     ) -> None:
+        self.sharing: SharingCosts | None = None
         self._specs = tuple(specs)
         self._page_size = page_size
         self._keys = [_TokenStore(cache) for cache in key_caches]

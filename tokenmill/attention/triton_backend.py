@@ -12,9 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
-from tokenmill.kernels import triton_attention, triton_prefill
+from tokenmill.kernels import triton_attention, triton_decode, triton_prefill
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
+from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kernels.triton_rotary import rotate_and_store
+
+# The kernels that a step with shared prefixes launches in addition cost about as much as reading this.
+SHARING_BYTES = 2**24
+SHORTEST_SHARED_SPLIT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class TritonBackend:
         self._key_caches = tuple(key_caches)
         self._value_caches = tuple(value_caches)
         self._work: _Work | None = None
+        self.sharing = _sharing_costs(self._specs, self._key_caches)
 
     def plan(self, layout: StepLayout) -> None:
         """Take note of the step; nothing is copied to or from the device."""
@@ -89,13 +95,14 @@ class TritonBackend:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         split = layout.num_decodes
         if split:
-            triton_attention.decode(
+            triton_decode.decode(
                 q_THD[:split],
                 self._rows(layout, layer, slice(0, split)),
                 scale=spec.scale,
                 window=spec.window,
                 longest=work.longest_decode,
                 out_RHD=out_THD[:split],
+                shared=layout.shared,
             )
         if work.longest_query:
             triton_prefill.prefill(
@@ -118,3 +125,40 @@ class TritonBackend:
             layout.page_table_RP[self._specs[layer].group][rows],
             layout.lengths_R[rows],
         )
+
+
+def _sharing_costs(
+    specs: tuple[AttentionSpec, ...], key_caches: tuple[torch.Tensor, ...]
+) -> SharingCosts | None:
+    """What sharing costs the layers that attend to whole sequences; None if there are none."""
+    layers = [
+        _layer_costs(spec, keys) for spec, keys in zip(specs, key_caches, strict=True) if spec.window is None
+    ]
+    if not layers:
+        return None
+    return SharingCosts(
+        rows_per_item=min(layer.rows_per_item for layer in layers),
+        key_heads=min(layer.key_heads for layer in layers),
+        programs=triton_decode.SHARED_PROGRAMS,
+        tile_keys=max(layer.tile_keys for layer in layers),
+        shortest_split=SHORTEST_SHARED_SPLIT,
+        piece_keys=max(layer.piece_keys for layer in layers),
+        worthwhile_keys=max(layer.worthwhile_keys for layer in layers),
+    )
+
+
+def _layer_costs(spec: AttentionSpec, key_cache_NBKD: torch.Tensor) -> SharingCosts:
+    group = spec.num_heads // spec.num_kv_heads
+    element_size = key_cache_NBKD.element_size()
+    tiling = triton_decode.shared_tiling(spec.head_dim, element_size)
+    return SharingCosts(
+        rows_per_item=max(1, tiling.queries // group),
+        key_heads=spec.num_kv_heads,
+        programs=triton_decode.SHARED_PROGRAMS,
+        tile_keys=tiling.keys,
+        shortest_split=SHORTEST_SHARED_SPLIT,
+        # A piece is written and read again, with 4 bytes for each number of each query head; it counts
+        # twice, because it is one more thing to do, too.
+        piece_keys=8 * group // element_size,
+        worthwhile_keys=-(-SHARING_BYTES // (2 * spec.num_kv_heads * spec.head_dim * element_size)),
+    )

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from tokenmill.attention.base import StepLayout
+from tokenmill.kernels.sharing import SharedPrefixes, SharingCosts
 from tokenmill.messages import IntArray, LongArray, RowStarts, StepPlan
+from tokenmill.runner.forest import Forest, Found
 from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
 
@@ -51,6 +53,7 @@ class Rows:
         page_size: int,
         spare_page: int,
         device: torch.device,
+        sharing: SharingCosts | None = None,
     ) -> None:
         self._device = device
         self._page_size = page_size
@@ -62,6 +65,11 @@ class Rows:
             torch.full((num_slots, num_columns), spare_page, dtype=torch.int32, device=device)
             for _ in range(num_groups)
         ]
+        # The host's copy of one group's tables: what rows share in one they share in all.
+        self._pages_SC = np.full((num_slots, num_columns), spare_page, dtype=np.int32)
+        self._forest = None
+        if sharing is not None:
+            self._forest = Forest(sharing, max_rows=num_slots, page_size=page_size, device=device)
         self._temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self._top_k_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._top_p_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
@@ -79,6 +87,8 @@ class Rows:
         """Write the plan's row starts and page-table entries."""
         if plan.new_rows is not None:
             self._start_rows(plan.new_rows)
+            if self._forest is not None:
+                self._forest.forget()
         if len(plan.page_ids):
             self._write_pages(plan)
 
@@ -108,13 +118,35 @@ class Rows:
             num_decodes=plan.num_decodes,
             host_query_lengths=plan.counts.tolist(),
             host_lengths=lengths.tolist(),
+            shared=self._shared(plan),
         )
 
-    def decode_layout(self, slots_B: torch.Tensor, positions_B: torch.Tensor) -> StepLayout:
+    def _shared(self, plan: StepPlan) -> SharedPrefixes | None:
+        decodes = slice(0, plan.num_decodes)
+        found = self.find_shared(plan.slots[decodes], plan.starts[decodes])
+        return None if self._forest is None or found is None else self._forest.shared(plan.num_decodes, found)
+
+    def find_shared(self, slots: IntArray, positions: IntArray) -> Found | None:
+        """Bring the forest up to date for a step that decodes these rows; None if sharing does not pay."""
+        return None if self._forest is None else self._forest.update(self._pages_SC, slots, positions)
+
+    def decode_layout(
+        self,
+        slots_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        *,
+        longest: int | None = None,
+        max_pieces: int = 0,
+    ) -> StepLayout:
         """The layout of a step in which each row computes one token, from device tensors alone (int64).
 
-        The host's lengths are upper bounds, so that the step can be captured once and replayed.
+        The host's lengths are upper bounds, so that the step can be captured once and replayed: a row reads
+        at most `longest` keys by itself. With `max_pieces`, the step follows the forest of `find_shared`.
         """
+        longest = self._max_length if longest is None else min(longest, self._max_length)
+        shared = None
+        if self._forest is not None and max_pieces:
+            shared = self._forest.shared(len(slots_B), Found(longest, max_pieces))
         num_rows = len(slots_B)
         page_table_BC = [table[slots_B] for table in self._page_tables_SC]
         rows_B = torch.arange(num_rows, device=self._device)
@@ -126,7 +158,8 @@ class Rows:
             lengths_R=(positions_B + 1).to(torch.int32),
             num_decodes=num_rows,
             host_query_lengths=[1] * num_rows,
-            host_lengths=[self._max_length] * num_rows,
+            host_lengths=[self._max_length if shared else longest] * num_rows,
+            shared=shared,
         )
 
     def _page_slots(
@@ -199,6 +232,8 @@ class Rows:
             self._stop_ids_S[slot] = stop_ids
 
     def _write_pages(self, plan: StepPlan) -> None:
+        first = plan.page_groups == 0
+        self._pages_SC[plan.page_slots[first], plan.page_columns[first]] = plan.page_ids[first]
         for group, table in enumerate(self._page_tables_SC):
             entries = plan.page_groups == group
             if entries.any():

@@ -8,6 +8,7 @@ import torch
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec, Step, StepLayout
+from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kvcache.pool import LayerShape, PagePool
 from tokenmill.models import Model
 
@@ -23,6 +24,11 @@ class Executor:
     @property
     def pool(self) -> PagePool:
         return self._pool
+
+    @property
+    def sharing(self) -> SharingCosts | None:
+        """See `attention.base.Backend`."""
+        return self._attention.sharing
 
     def forward(
         self, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: torch.Tensor | None = None

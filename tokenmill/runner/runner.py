@@ -76,6 +76,7 @@ class LocalRunner:
                 page_size=config.page_size,
                 spare_page=size.num_pages,
                 device=placement.device,
+                sharing=self._executor.sharing,
             )
         self._steps = EagerSteps(self._executor, self._rows)
         self._graphs: DecodeGraphs | None = None

@@ -15,13 +15,14 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kernels.sharing import most_pieces
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
-from tokenmill.runner.graphs import decode_step
+from tokenmill.runner.graphs import SHORT_KEYS, StepKind, decode_step
 from tokenmill.runner.hardware import Placement
 from tokenmill.sampling import SamplingNeeds
 
@@ -37,6 +38,8 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
     (0, ((512, 16),)),
     (1, ((1, 16), (2, 0))),
 )
+_PLAIN = SamplingNeeds(random=True, filters=False)
+_FILTERED = SamplingNeeds(random=True, filters=True)
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.
 _MOST_OF_FREE_MEMORY = 0.25
 
@@ -71,6 +74,7 @@ class Scout:
             page_size=config.page_size,
             spare_page=0,
             device=placement.device,
+            sharing=self._executor.sharing,
         )
         self._steps = EagerSteps(self._executor, self._rows)
 
@@ -82,8 +86,11 @@ class Scout:
                 self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
             most = self._placement.max_running_requests
             for size in [*(2**power for power in range(most.bit_length())), most]:
-                self._decode(size, filters=False)
-            self._decode(1, filters=True)
+                self._decode(size, StepKind(_PLAIN))
+            self._decode(1, StepKind(_FILTERED))
+            for size in (1, most):
+                self._decode(size, StepKind(_PLAIN, longest=SHORT_KEYS))
+                self._decode(size, StepKind(_PLAIN, max_pieces=most_pieces(size)))
         _log.debug("compiling %d kernels", compilation.num_kernels)
         return compilation
 
@@ -94,7 +101,8 @@ class Scout:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self._fill_a_step(max_step_tokens)
-        self._decode(self._placement.max_running_requests, filters=True)
+        most = self._placement.max_running_requests
+        self._decode(most, StepKind(_FILTERED, max_pieces=most_pieces(most)))
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
@@ -111,13 +119,13 @@ class Scout:
         self._steps.draw(self._steps.forward(plan))
         self._forget_tokens()
 
-    def _decode(self, size: int, *, filters: bool) -> None:
+    def _decode(self, size: int, kind: StepKind) -> None:
         """A step as it is captured; the torch backend, which cannot be, has no kernels to compile either."""
         if self._placement.attention_backend != "triton":
             return
         inputs_2B = torch.zeros((2, size), dtype=torch.int64, device=self._placement.device)
         inputs_2B[0] = self._rows.spare_slot
-        decode_step(self._executor, self._rows, inputs_2B, SamplingNeeds(random=True, filters=filters))
+        decode_step(self._executor, self._rows, inputs_2B, kind)
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:

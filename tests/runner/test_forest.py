@@ -1,0 +1,224 @@
+"""Shared prefixes found in page tables: against a plain search over random forests of any depth."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill.kernels.sharing import SharingCosts, most_pieces
+from tokenmill.runner.forest import Cut, Forest, Found, RowTables, cut_segments, find_segments
+
+pytestmark = pytest.mark.cpu
+FREE = SharingCosts(
+    rows_per_item=4, key_heads=2, programs=64, tile_keys=1, shortest_split=8, piece_keys=0, worthwhile_keys=0
+)
+
+
+def random_tables(draw: random.Random, num_rows: int, num_columns: int) -> tuple[list[list[int]], list[int]]:
+    """Pages of each row, and how many of its columns are full. Rows branch off one another anywhere."""
+    fresh = iter(range(10**6))
+    rows: list[list[int]] = []
+    for _ in range(num_rows):
+        pages: list[int] = []
+        if rows and draw.random() < 0.8:
+            parent = draw.choice(rows)
+            pages = parent[: draw.randint(0, len(parent))]
+        rows.append((pages + [next(fresh) for _ in range(num_columns)])[: draw.randint(1, num_columns)])
+    draw.shuffle(rows)
+    # Private pages past the full columns are written to by their row, and shared by nobody.
+    return rows, [len(pages) - draw.randint(0, 1) for pages in rows]
+
+
+def tables_of(rows: list[list[int]], full: list[int], *, num_slots: int, seed: int) -> RowTables:
+    """The rows at random slots; all other entries are noise that must not matter."""
+    noise = np.random.default_rng(seed)
+    table = noise.integers(0, 5, (num_slots, max(map(len, rows)) + 1)).astype(np.int32)
+    slots = noise.permutation(num_slots)[: len(rows)].astype(np.int32)
+    for slot, pages in zip(slots, rows, strict=True):
+        table[slot, : len(pages)] = pages
+    return RowTables(table, slots, np.asarray(full, dtype=np.int64))
+
+
+def cut_of(tables: RowTables, *, page_size: int, costs: SharingCosts, max_pieces: int = 64) -> Cut | None:
+    segments = find_segments(tables, page_size=page_size, costs=costs)
+    if not segments:
+        return None
+    num_rows = len(tables.slots_R)
+    return cut_segments(segments, num_rows=num_rows, max_pieces=max_pieces, page_size=page_size, costs=costs)
+
+
+def check_cut(cut: Cut, rows: list[list[int]], full: list[int], page_size: int, costs: SharingCosts) -> None:
+    """Every row gets each of its first keys from one item, with the pieces in order, through equal pages."""
+    seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(rows))}
+    for leader, start, stop, first, last, piece in cut.items_IF.tolist():
+        assert 0 < last - first <= costs.rows_per_item
+        assert 0 <= start < stop
+        columns = slice(start // page_size, -(-stop // page_size))
+        for row in cut.members_M[first:last].tolist():
+            assert rows[row][columns] == rows[leader][columns]
+            assert stop <= full[row] * page_size
+            seen[row].append((piece, start, stop))
+    for row, pieces in seen.items():
+        pieces.sort()
+        assert [piece for piece, _, _ in pieces] == list(range(int(cut.num_pieces_R[row])))
+        reached = 0
+        for _, start, stop in pieces:
+            assert start == reached
+            reached = stop
+        assert reached == cut.own_starts_R[row]
+
+
+def shared_columns(rows: list[list[int]], full: list[int], row: int) -> int:
+    """Leading columns that some other row has as well."""
+    most = 0
+    for other in range(len(rows)):
+        if other != row:
+            common = 0
+            while common < min(full[row], full[other]) and rows[row][common] == rows[other][common]:
+                common += 1
+            most = max(most, common)
+    return most
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_forests(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, full = random_tables(draw, draw.randint(1, 40), draw.choice((1, 3, 12)))
+    page_size = draw.choice((1, 4, 16))
+    tables = tables_of(rows, full, num_slots=50, seed=seed)
+    cut = cut_of(tables, page_size=page_size, costs=FREE, max_pieces=draw.choice((8, 64)))
+    wanted = [shared_columns(rows, full, row) * page_size for row in range(len(rows))]
+    if cut is None:
+        assert not any(wanted)
+        return
+    check_cut(cut, rows, full, page_size, FREE)
+    assert (cut.own_starts_R <= wanted).all()
+    levels = [len(group.starts_G) for group in find_segments(tables, page_size=page_size, costs=FREE)]
+    if len(levels) <= 4:  # no row was cut off from what it shares further down
+        assert cut.own_starts_R.tolist() == wanted
+    assert cut.num_pieces_R.max() <= 64
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_pieces_are_enough_for_long_prefixes(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, full = random_tables(draw, 30, 200)
+    tables = tables_of(rows, full, num_slots=30, seed=seed)
+    cut = cut_of(tables, page_size=16, costs=FREE, max_pieces=8)
+    assert cut is not None
+    check_cut(cut, rows, full, 16, FREE)
+    assert cut.num_pieces_R.max() <= 8
+
+
+def test_a_segment_that_does_not_pay_is_left_to_the_groups_below() -> None:
+    """One common page for all, then ten pages for each pair: only the pairs are worth a piece."""
+    rows = [[0, *range(100 * (row // 2) + 1, 100 * (row // 2) + 11), 1000 + row] for row in range(8)]
+    costs = SharingCosts(
+        rows_per_item=4,
+        key_heads=1,
+        programs=1,
+        tile_keys=1,
+        shortest_split=16,
+        piece_keys=60,
+        worthwhile_keys=0,
+    )
+    tables = tables_of(rows, [11] * 8, num_slots=8, seed=0)
+    segments = find_segments(tables, page_size=16, costs=costs)
+    assert [(each.first_G.tolist(), each.stop_G.tolist()) for each in segments] == [([0] * 4, [11] * 4)]
+    cut = cut_of(tables, page_size=16, costs=costs)
+    assert cut is not None
+    check_cut(cut, rows, [11] * 8, 16, costs)
+    assert cut.own_starts_R.tolist() == [11 * 16] * 8
+
+
+def test_segments_are_whole_tiles_of_keys() -> None:
+    """Seven common pages of 16 keys, three more for two rows: tiles of 64 keys end after 4 and 8 pages."""
+    rows = [[*range(10), 20], [*range(10), 30], [*range(7), 40]]
+    costs = dataclasses.replace(FREE, tile_keys=64, shortest_split=64)
+    tables = tables_of(rows, [10, 10, 7], num_slots=3, seed=0)
+    segments = find_segments(tables, page_size=16, costs=costs)
+    assert [(each.first_G.tolist(), each.stop_G.tolist()) for each in segments] == [([0], [4]), ([4], [8])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_forests_of_whole_tiles(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, full = random_tables(draw, 30, 40)
+    page_size = draw.choice((1, 4, 16, 48))
+    costs = dataclasses.replace(FREE, tile_keys=32, shortest_split=64)
+    cut = cut_of(tables_of(rows, full, num_slots=30, seed=seed), page_size=page_size, costs=costs)
+    if cut is not None:
+        check_cut(cut, rows, full, page_size, costs)
+        assert not ((cut.items_IF[:, 2] - cut.items_IF[:, 1]) % 32).any()
+
+
+def test_too_little_is_not_worth_the_kernels() -> None:
+    rows = [[0, 1, 2, 10 + row] for row in range(5)]
+    tables = tables_of(rows, [3] * 5, num_slots=5, seed=0)
+    for worthwhile, found in ((4 * 3 * 16 - 1, True), (4 * 3 * 16, False)):
+        costs = dataclasses.replace(FREE, worthwhile_keys=worthwhile)
+        assert bool(find_segments(tables, page_size=16, costs=costs)) == found
+
+
+def test_work_is_cut_so_that_all_programs_have_some() -> None:
+    """512 rows with 2,048 keys in common and 264 programs: 16 tiles of rows, twice 8 key heads each."""
+    costs = SharingCosts(
+        rows_per_item=32,
+        key_heads=8,
+        programs=264,
+        tile_keys=64,
+        shortest_split=128,
+        piece_keys=8,
+        worthwhile_keys=4096,
+    )
+    rows = [[*range(128), *range(1000 + 10 * row, 1004 + 10 * row)] for row in range(512)]
+    cut = cut_of(
+        tables_of(rows, [132] * 512, num_slots=512, seed=0),
+        page_size=16, costs=costs, max_pieces=most_pieces(512),
+    )  # fmt: skip
+    assert cut is not None
+    check_cut(cut, rows, [132] * 512, 16, costs)
+    assert len(cut.items_IF) == 32
+    assert cut.own_starts_R.tolist() == [2048] * 512
+
+
+def test_a_forest_follows_the_rows() -> None:
+    forest = Forest(FREE, max_rows=8, page_size=4, device=torch.device("cpu"))
+    pages = np.array([[1, 2, 3, 9], [1, 2, 4, 9], [1, 5, 6, 9], [7, 8, 6, 9]], dtype=np.int32)
+    slots = np.array([2, 0, 1, 3], dtype=np.int32)
+    positions = np.array([13, 12, 14, 12], dtype=np.int32)
+    found = forest.update(pages, slots, positions)
+    assert found == Found(longest_own=13, max_pieces=64)
+    shared = forest.shared(5, found)
+    assert shared.own_starts_R.tolist() == [4, 8, 8, 0, 0]
+    assert shared.num_pieces_R.tolist() == [1, 2, 2, 0, 0]
+    items = shared.items_IF[: int(shared.num_items)].tolist()
+    members = shared.members_M.tolist()
+    assert sorted((item[1], item[2], sorted(members[item[3] : item[4]]), item[5]) for item in items) == [
+        (0, 4, [0, 1, 2], 0),
+        (4, 8, [1, 2], 1),
+    ]
+    pages[1, 1] = 9  # unseen until the forest is told that rows changed hands
+    assert forest.update(pages, slots, positions + 1)
+    assert shared.own_starts_R.tolist() == [4, 8, 8, 0, 0]
+    forest.forget()
+    assert forest.update(pages, slots, positions + 1)
+    assert shared.own_starts_R.tolist() == [4, 4, 4, 0, 0]
+    assert not forest.update(pages, slots[2:], positions[2:])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "pieces"), [(0, 64), (1, 64), (16, 64), (17, 32), (32, 32), (100, 8), (1024, 8)]
+)
+def test_few_rows_have_room_for_many_pieces(num_rows: int, pieces: int) -> None:
+    assert most_pieces(num_rows) == pieces
+
+
+def test_a_step_without_rows_shares_nothing() -> None:
+    forest = Forest(FREE, max_rows=2, page_size=4, device=torch.device("cpu"))
+    none = np.zeros(0, dtype=np.int32)
+    assert not forest.update(np.zeros((2, 3), dtype=np.int32), none, none)
