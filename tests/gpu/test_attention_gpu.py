@@ -230,6 +230,8 @@ def test_a_captured_step_follows_the_forest(forests: SimpleNamespace, ragged: Si
     layout = dataclasses.replace(
         first.layout,
         page_table_RP=(torch.zeros(40, width, dtype=torch.int32, device="cuda"),),
+        lengths_R=first.layout.lengths_R.clone(),
+        slot_mapping_T=(first.layout.slot_mapping_T[0].clone(),),
         host_lengths=[8000] * 40,
     )
     assert layout.shared is not None
