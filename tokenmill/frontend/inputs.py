@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -373,10 +374,14 @@ def _token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
         items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
     if not items:
         raise InvalidArgument(f"{place} is empty; give at least one token id")
-    if min(items) < 0 or max(items) >= vocab_size:
+    try:
+        ids = np.frombuffer(array("i", items), dtype=np.int32)  # twice as fast as `np.array` of a list
+    except OverflowError:
+        ids = None
+    if ids is None or ids.min() < 0 or ids.max() >= vocab_size:
         position = next(at for at, item in enumerate(items) if not 0 <= item < vocab_size)
         raise _outside(f"{place}[{position}]", items[position], vocab_size)
-    return np.array(items, dtype=np.int32)
+    return ids
 
 
 def _token_id(item: Any, place: str) -> int:
