@@ -54,6 +54,8 @@ GRANTS: dict[str, set[str]] = {
         "attention",
         "parallel",
         "kernels.sharing",  # plain columns: the runner writes them, the kernels read them
+        "kernels.rows",  # the runner owns the rows, a kernel gathers them,
+        "kernels.operands",  # and these are the columns
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch
     },

@@ -56,6 +56,7 @@ def rows() -> Rows:
 
 def stage(rows: Rows, step: StepPlan) -> StepInputs:
     rows.update(step)
+    rows.write_pages(step)
     return rows.stage(step)
 
 
@@ -75,7 +76,7 @@ def test_prefill_and_decode_in_one_step(rows: Rows) -> None:
             new_rows=row_starts(3),
         ),
     )
-    rows.last_token_S[3] = 99
+    rows.state.last_token_S[3] = 99
     step = stage(
         rows,
         plan(
@@ -190,7 +191,9 @@ def test_a_decode_layout_from_the_device_equals_the_one_from_the_host(rows: Rows
         rows,
         plan(slots=ints(2, 5), starts=ints(5, 2), counts=ints(1, 1), samples=[True, True], num_decodes=2),
     ).layout
-    device = rows.decode_layout(torch.tensor([2, 5, rows.spare_slot]), torch.tensor([5, 2, 0]))
+    device = rows.decode_layout(
+        rows.read(torch.tensor([[2, 5, rows.spare_slot], [5, 2, 0], [-1] * 3, [-1] * 3], dtype=torch.int32))
+    )
     assert device.positions_T.tolist() == [*host.positions_T.tolist(), 0]
     assert device.slot_mapping_T[0].tolist() == [*host.slot_mapping_T[0].tolist(), 9 * 4]
     assert device.lengths_R.tolist() == [*host.lengths_R.tolist(), 1]
@@ -238,9 +241,8 @@ def test_a_captured_layout_follows_what_rows_share() -> None:
     enter(7, 1)
     # The first row reads its keys 4 to 9 alone.
     assert rows.find_shared(slots, positions) == Found(longest_own=6, max_pieces=64)
-    layout = rows.decode_layout(
-        torch.tensor([2, 5, 6, 6]), torch.tensor([9, 6, 0, 0]), longest=8, max_pieces=16
-    )
+    inputs_F4 = torch.tensor([[2, 5, 6, 6], [9, 6, 0, 0], [-1] * 4, [-1] * 4], dtype=torch.int32)
+    layout = rows.decode_layout(rows.read(inputs_F4), longest=8, max_pieces=16)
     assert layout.shared is not None
     assert (layout.shared.longest_own, layout.shared.max_pieces) == (8, 16)
     assert layout.host_lengths == [32] * 4
@@ -248,6 +250,27 @@ def test_a_captured_layout_follows_what_rows_share() -> None:
     assert layout.shared.num_pieces_R.tolist() == [1, 1, 0, 0]
     enter(2, 1)  # other requests in the same slots
     assert rows.find_shared(slots, positions) is None
-    layout = rows.decode_layout(torch.tensor([2, 5]), torch.tensor([9, 6]), longest=512)
+    layout = rows.decode_layout(rows.read(inputs_F4[:, :2].contiguous()), longest=512)
     assert layout.shared is None
     assert layout.host_lengths == [32, 32]
+
+
+def test_the_inputs_of_a_step_carry_its_new_pages(rows: Rows) -> None:
+    step = plan(
+        slots=ints(4, 1, 3),
+        starts=ints(8, 3, 12),
+        counts=ints(1, 1, 1),
+        samples=[True] * 3,
+        num_decodes=3,
+        page_slots=ints(3, 4),
+        page_groups=ints(0, 0),
+        page_columns=ints(3, 2),
+        page_ids=ints(5, 8),
+    )
+    rows.update(step)
+    inputs = rows.decode_inputs(step, size=4)
+    assert inputs.tolist() == [[4, 1, 3, 6], [8, 3, 12, 0], [2, -1, 3, -1], [8, -1, 5, -1]]
+    read = rows.read(torch.from_numpy(inputs))
+    assert read.cache_slot_GB.tolist() == [[8 * 4, 9 * 4 + 3, 5 * 4, 9 * 4]]
+    assert rows.state.page_table_GSC[0, 4, 2] == 8
+    assert rows.state.page_table_GSC[0, 3, 3] == 5

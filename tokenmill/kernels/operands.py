@@ -1,4 +1,5 @@
-"""Tensors that go into fused kernels together. D head size, I inputs of a product, T tokens, R half of the
+"""Tensors that go into fused kernels together. S slots (persistent rows), B rows of a step, G page groups, C
+columns of a page table; D head size, I inputs of a product, T tokens, R half of the
 rotated dimensions; caches are [N, B, K, D]: pages, tokens of a page, key heads."""
 
 from __future__ import annotations
@@ -34,3 +35,34 @@ class CacheSlots:
     key_cache_NBKD: torch.Tensor
     value_cache_NBKD: torch.Tensor  # same strides as the keys
     slots_T: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What the device holds of every slot between steps."""
+
+    last_token_S: torch.Tensor  # int64
+    page_table_GSC: torch.Tensor  # int32
+    temperature_S: torch.Tensor  # float32
+    top_k_S: torch.Tensor  # int32
+    top_p_S: torch.Tensor  # float32
+    min_p_S: torch.Tensor  # float32
+    seed_S: torch.Tensor  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The same of the rows of a step that compute one token each."""
+
+    slot_B: torch.Tensor  # int64
+    token_id_B: torch.Tensor  # int64
+    position_B: torch.Tensor  # int64, of the token to compute
+    length_B: torch.Tensor  # int32, with that token
+    page_table_GBC: torch.Tensor  # int32
+    cache_slot_GB: torch.Tensor  # int64, page * page size + offset: where the token's key and value go
+    temperature_B: torch.Tensor
+    top_k_B: torch.Tensor
+    top_p_B: torch.Tensor
+    min_p_B: torch.Tensor
+    seed_B: torch.Tensor
+    drawn_position_B: torch.Tensor  # int64, of the token that the step draws

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from tokenmill.attention.base import StepLayout
+from tokenmill.kernels.operands import RowState, StepRows
+from tokenmill.kernels.rows import num_inputs, read_rows
 from tokenmill.kernels.sharing import SharedPrefixes, SharingCosts
 from tokenmill.messages import IntArray, LongArray, RowStarts, StepPlan
 from tokenmill.runner.forest import Forest, Found
@@ -60,21 +62,23 @@ class Rows:
         self._max_length = num_columns * page_size
         self.spare_slot = num_slots  # a row of nobody, whose keys and values go to a page of nobody
         num_slots += 1
-        self.last_token_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._page_tables_SC = [
-            torch.full((num_slots, num_columns), spare_page, dtype=torch.int32, device=device)
-            for _ in range(num_groups)
-        ]
+        self.state = RowState(
+            last_token_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            page_table_GSC=torch.full(
+                (num_groups, num_slots, num_columns), spare_page, dtype=torch.int32, device=device
+            ),
+            temperature_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            top_k_S=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            top_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            seed_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        )
         # The host's copy of one group's tables: what rows share in one they share in all.
         self._pages_SC = np.full((num_slots, num_columns), spare_page, dtype=np.int32)
         self._forest = None
         if sharing is not None:
             self._forest = Forest(sharing, max_rows=num_slots, page_size=page_size, device=device)
-        self._temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self._top_k_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._top_p_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self._min_p_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self._seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._row_of_slot_S = np.zeros(num_slots, dtype=np.int64)  # of the step at hand
         # Host side: what decides which kernels a step needs.
         self._is_random_S = np.zeros(num_slots, dtype=np.bool_)
         self._is_filtered_S = np.zeros(num_slots, dtype=np.bool_)
@@ -84,20 +88,44 @@ class Rows:
         self._stop_ids_S: list[tuple[int, ...]] = [()] * num_slots
 
     def update(self, plan: StepPlan) -> None:
-        """Write the plan's row starts and page-table entries."""
+        """Write the plan's row starts; its page-table entries on the host only."""
         if plan.new_rows is not None:
             self._start_rows(plan.new_rows)
             if self._forest is not None:
                 self._forest.forget()
-        if len(plan.page_ids):
-            self._write_pages(plan)
+        first = plan.page_groups == 0
+        self._pages_SC[plan.page_slots[first], plan.page_columns[first]] = plan.page_ids[first]
+
+    def write_pages(self, plan: StepPlan) -> None:
+        """Write the plan's page-table entries on the device."""
+        for group, table_SC in enumerate(self.state.page_table_GSC):
+            entries = plan.page_groups == group
+            if entries.any():
+                slots = self._to_device(plan.page_slots[entries].astype(np.int64))
+                columns = self._to_device(plan.page_columns[entries].astype(np.int64))
+                table_SC[slots, columns] = self._to_device(plan.page_ids[entries])
+
+    def decode_inputs(self, plan: StepPlan, *, size: int) -> IntArray:
+        """A step whose rows all decode, as `read_rows` wants it [F, size]: its page-table entries included.
+
+        Rows past the plan's are spare ones.
+        """
+        count = len(plan.slots)
+        inputs = np.full((num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=np.int32)
+        inputs[0], inputs[1] = self.spare_slot, 0
+        inputs[0, :count], inputs[1, :count] = plan.slots, plan.starts
+        self._row_of_slot_S[plan.slots] = np.arange(count)
+        rows = self._row_of_slot_S[plan.page_slots]
+        inputs[2 + 2 * plan.page_groups, rows] = plan.page_columns
+        inputs[3 + 2 * plan.page_groups, rows] = plan.page_ids
+        return inputs
 
     def stage(self, plan: StepPlan) -> StepInputs:
-        """Build the tensors of a step whose plan was written by `update`."""
+        """Build the tensors of a step whose plan was written by `update` and `write_pages`."""
         token_ids = self._to_device(plan.token_ids.astype(np.int64))
         slots = self._to_device(plan.slots.astype(np.int64))
         if plan.num_decodes:
-            token_ids = torch.cat((self.last_token_S[slots[: plan.num_decodes]], token_ids))
+            token_ids = torch.cat((self.state.last_token_S[slots[: plan.num_decodes]], token_ids))
         return StepInputs(token_ids, self._layout(plan, slots))
 
     def _layout(self, plan: StepPlan, slots_R: torch.Tensor) -> StepLayout:
@@ -107,12 +135,12 @@ class Rows:
         np.cumsum(plan.counts, out=query_starts[1:])
         columns_used = int(-(-lengths.max() // self._page_size))
         positions_T = self._to_device(positions)
-        page_table_RC = [table[slots_R, :columns_used] for table in self._page_tables_SC]
+        page_table_GRC = self.state.page_table_GSC[:, slots_R, :columns_used]
         row_T = self._to_device(np.repeat(np.arange(len(plan.slots), dtype=np.int64), plan.counts))
         return StepLayout(
             positions_T=positions_T,
-            slot_mapping_T=tuple(self._page_slots(table, row_T, positions_T) for table in page_table_RC),
-            page_table_RP=tuple(page_table_RC),
+            slot_mapping_T=tuple(self._page_slots(table, row_T, positions_T) for table in page_table_GRC),
+            page_table_RP=tuple(page_table_GRC),
             query_starts=self._to_device(query_starts),
             lengths_R=self._to_device(lengths),
             num_decodes=plan.num_decodes,
@@ -130,37 +158,40 @@ class Rows:
         """Bring the forest up to date for a step that decodes these rows; None if sharing does not pay."""
         return None if self._forest is None else self._forest.update(self._pages_SC, slots, positions)
 
-    def decode_layout(
-        self,
-        slots_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        *,
-        longest: int | None = None,
-        max_pieces: int = 0,
-    ) -> StepLayout:
-        """The layout of a step in which each row computes one token, from device tensors alone (int64).
+    def decode_layout(self, step: StepRows, *, longest: int | None = None, max_pieces: int = 0) -> StepLayout:
+        """The layout of a step in which each row computes one token, from device tensors alone.
 
         The host's lengths are upper bounds, so that the step can be captured once and replayed: a row reads
         at most `longest` keys by itself. With `max_pieces`, the step follows the forest of `find_shared`.
         """
+        num_rows = len(step.position_B)
         longest = self._max_length if longest is None else min(longest, self._max_length)
         shared = None
         if self._forest is not None and max_pieces:
-            shared = self._forest.shared(len(slots_B), Found(longest, max_pieces))
-        num_rows = len(slots_B)
-        page_table_BC = [table[slots_B] for table in self._page_tables_SC]
-        rows_B = torch.arange(num_rows, device=self._device)
+            shared = self._forest.shared(num_rows, Found(longest, max_pieces))
         return StepLayout(
-            positions_T=positions_B,
-            slot_mapping_T=tuple(self._page_slots(table, rows_B, positions_B) for table in page_table_BC),
-            page_table_RP=tuple(page_table_BC),
+            positions_T=step.position_B,
+            slot_mapping_T=tuple(step.cache_slot_GB),
+            page_table_RP=tuple(step.page_table_GBC),
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=self._device),
-            lengths_R=(positions_B + 1).to(torch.int32),
+            lengths_R=step.length_B,
             num_decodes=num_rows,
             host_query_lengths=[1] * num_rows,
             host_lengths=[self._max_length if shared else longest] * num_rows,
             shared=shared,
         )
+
+    def spare_inputs(self, size: int) -> torch.Tensor:
+        """Inputs of a step of spare rows (int32 [F, size])."""
+        inputs_FB = torch.full(
+            (num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=torch.int32, device=self._device
+        )
+        inputs_FB[0], inputs_FB[1] = self.spare_slot, 0
+        return inputs_FB
+
+    def read(self, inputs_FB: torch.Tensor) -> StepRows:
+        """What a step of `decode_inputs` (on the device) reads of its rows."""
+        return read_rows(self.state, inputs_FB, page_size=self._page_size)
 
     def _page_slots(
         self, page_table_RC: torch.Tensor, row_T: torch.Tensor, positions_T: torch.Tensor
@@ -168,17 +199,6 @@ class Rows:
         """Where each token's key and value go: page * page_size + offset."""
         pages_T = page_table_RC[row_T, positions_T // self._page_size].to(torch.int64)
         return pages_T * self._page_size + positions_T % self._page_size
-
-    def sampling_columns(self, slots_Q: torch.Tensor, positions_Q: torch.Tensor) -> SamplingColumns:
-        """Parameters of rows that draw the token of the given positions (int64, on the device)."""
-        return SamplingColumns(
-            temperatures_R=self._temperature_S[slots_Q],
-            top_ks_R=self._top_k_S[slots_Q],
-            top_ps_R=self._top_p_S[slots_Q],
-            min_ps_R=self._min_p_S[slots_Q],
-            seeds_R=self._seed_S[slots_Q],
-            positions_R=positions_Q,
-        )
 
     def sampling_needs(self, slots: IntArray) -> SamplingNeeds:
         """What drawing a token for these rows takes, known without asking the device."""
@@ -203,7 +223,14 @@ class Rows:
         return SamplingInputs(
             slots_Q=slots_Q,
             last_tokens_Q=self._to_device(last_tokens.astype(np.int64)),
-            columns=self.sampling_columns(slots_Q, self._to_device(positions.astype(np.int64))),
+            columns=SamplingColumns(
+                temperatures_R=self.state.temperature_S[slots_Q],
+                top_ks_R=self.state.top_k_S[slots_Q],
+                top_ps_R=self.state.top_p_S[slots_Q],
+                min_ps_R=self.state.min_p_S[slots_Q],
+                seeds_R=self.state.seed_S[slots_Q],
+                positions_R=self._to_device(positions.astype(np.int64)),
+            ),
             needs=self.sampling_needs(slots),
             masked_stop_ids_QK=self._masked_stop_ids(slots, positions),
         )
@@ -220,26 +247,16 @@ class Rows:
 
     def _start_rows(self, starts: RowStarts) -> None:
         slots = self._to_device(starts.slots.astype(np.int64))
-        self._temperature_S[slots] = self._to_device(starts.temperatures)
-        self._top_k_S[slots] = self._to_device(starts.top_ks)
-        self._top_p_S[slots] = self._to_device(starts.top_ps)
-        self._min_p_S[slots] = self._to_device(starts.min_ps)
-        self._seed_S[slots] = self._to_device(starts.seeds.view(np.int64))
+        self.state.temperature_S[slots] = self._to_device(starts.temperatures)
+        self.state.top_k_S[slots] = self._to_device(starts.top_ks)
+        self.state.top_p_S[slots] = self._to_device(starts.top_ps)
+        self.state.min_p_S[slots] = self._to_device(starts.min_ps)
+        self.state.seed_S[slots] = self._to_device(starts.seeds.view(np.int64))
         self._is_random_S[starts.slots] = (starts.temperatures > 0) & (starts.top_ks != 1)
         self._is_filtered_S[starts.slots] = (starts.top_ks != -1) | (starts.top_ps < 1) | (starts.min_ps > 0)
         self._first_free_position_S[starts.slots] = starts.prompt_lengths + starts.min_new_tokens
         for slot, stop_ids in zip(starts.slots.tolist(), starts.stop_ids, strict=True):
             self._stop_ids_S[slot] = stop_ids
-
-    def _write_pages(self, plan: StepPlan) -> None:
-        first = plan.page_groups == 0
-        self._pages_SC[plan.page_slots[first], plan.page_columns[first]] = plan.page_ids[first]
-        for group, table in enumerate(self._page_tables_SC):
-            entries = plan.page_groups == group
-            if entries.any():
-                slots = self._to_device(plan.page_slots[entries].astype(np.int64))
-                columns = self._to_device(plan.page_columns[entries].astype(np.int64))
-                table[slots, columns] = self._to_device(plan.page_ids[entries])
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -96,7 +96,7 @@ class EagerSteps:
             every_row = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             logits = mask_stops(logits.float(), inputs.masked_stop_ids_QK, every_row)
         tokens = sample(logits, inputs.columns, inputs.needs)
-        self._rows.last_token_S[inputs.slots_Q] = tokens
+        self._rows.state.last_token_S[inputs.slots_Q] = tokens
         return tokens
 
     # ── when memory runs out ──────────────────────────────────────────────────────────────────

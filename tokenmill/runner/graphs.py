@@ -1,7 +1,8 @@
 """CUDA graphs for steps in which every row decodes. Which sizes there are is decided in `capture.py`.
 
-A graph holds the whole step: last tokens, embedding, layers, logits, sampling, and the write of the new last
-tokens. Its inputs are the rows' slots and positions; everything else lies in the persistent rows.
+A graph holds the whole step: page-table entries, last tokens, embedding, layers, logits, sampling, and the
+write of the new last tokens. Its inputs are the rows' slots, positions and new pages, in one copy; everything
+else lies in the persistent rows.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import logging
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from tokenmill.messages import IntArray
+from tokenmill.messages import IntArray, StepPlan
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.executor import Executor
-from tokenmill.sampling import SamplingNeeds, sample
+from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample
 
 _log = logging.getLogger("tokenmill")
 
@@ -42,7 +42,7 @@ class _Graph:
     """A captured step for a fixed number of rows. The tensors are the graph's own."""
 
     graph: torch.cuda.CUDAGraph
-    inputs_2B: torch.Tensor  # int64: slots, and positions of the tokens to compute
+    inputs_FB: torch.Tensor  # int32, see `read_rows`
     tokens_B: torch.Tensor  # int64, what was drawn
 
 
@@ -64,24 +64,22 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def replay(self, slots: IntArray, positions: IntArray, needs: SamplingNeeds) -> torch.Tensor | None:
-        """Queue one step; returns its tokens (int64 [rows]), valid until the next replay of this size.
+    def replay(self, plan: StepPlan) -> torch.Tensor | None:
+        """Queue a step whose rows all decode; returns its tokens (int64 [rows]), valid until the next replay
+        of this size.
 
         None: there is no graph that is large enough, and no memory to capture one.
         """
-        count = len(slots)
-        captured = self._graph(count, self._kind(slots, positions, needs))
+        captured = self._graph(len(plan.slots), self._kind(plan.slots, plan.starts))
         if captured is None:
             return None
-        inputs = np.zeros((2, captured.inputs_2B.shape[1]), dtype=np.int64)
-        inputs[0, :count] = slots
-        inputs[0, count:] = self._rows.spare_slot
-        inputs[1, :count] = positions
-        captured.inputs_2B.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        inputs = self._rows.decode_inputs(plan, size=captured.inputs_FB.shape[1])
+        captured.inputs_FB.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return captured.tokens_B[:count]
+        return captured.tokens_B[: len(plan.slots)]
 
-    def _kind(self, slots: IntArray, positions: IntArray, needs: SamplingNeeds) -> StepKind:
+    def _kind(self, slots: IntArray, positions: IntArray) -> StepKind:
+        needs = self._rows.sampling_needs(slots)
         # Greedy rows are drawn by the same kernels as random ones.
         needs = SamplingNeeds(random=True, filters=needs.random and needs.filters)
         found = self._rows.find_shared(slots, positions)
@@ -105,33 +103,32 @@ class DecodeGraphs:
     def _capture(self, size: int, kind: StepKind) -> _Graph:
         """Record the step on the spare row."""
         began = time.perf_counter()
-        inputs_2B = torch.zeros((2, size), dtype=torch.int64, device=self._device)
-        inputs_2B[0] = self._rows.spare_slot
+        inputs_FB = self._rows.spare_inputs(size)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             if not self._graphs:  # cuBLAS takes its workspace for this stream
-                decode_step(self._executor, self._rows, inputs_2B, kind)
+                decode_step(self._executor, self._rows, inputs_FB, kind)
             try:
-                graph, tokens_B = self._record(inputs_2B, kind)
+                graph, tokens_B = self._record(inputs_FB, kind)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # something sets itself up at its first use, not in a capture
                 _log.warning("capturing %d rows failed, trying again after a run: %s", size, error)
-                decode_step(self._executor, self._rows, inputs_2B, kind)
-                graph, tokens_B = self._record(inputs_2B, kind)
+                decode_step(self._executor, self._rows, inputs_FB, kind)
+                graph, tokens_B = self._record(inputs_FB, kind)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         seconds = time.perf_counter() - began
         self._policy.captured(size, kind, seconds=seconds)
         _log.debug("captured %d rows, %s, in %.3f s", size, kind, seconds)
-        return _Graph(graph, inputs_2B, tokens_B)
+        return _Graph(graph, inputs_FB, tokens_B)
 
-    def _record(self, inputs_2B: torch.Tensor, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _record(self, inputs_FB: torch.Tensor, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """The step as a graph, and the tokens it will draw. Nothing runs."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (a second engine) may go on using the device meanwhile.
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         try:
-            tokens_B = decode_step(self._executor, self._rows, inputs_2B, kind)
+            tokens_B = decode_step(self._executor, self._rows, inputs_FB, kind)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is void, which is no news
                 graph.capture_end()
@@ -140,13 +137,19 @@ class DecodeGraphs:
         return graph, tokens_B
 
 
-def decode_step(executor: Executor, rows: Rows, inputs_2B: torch.Tensor, kind: StepKind) -> torch.Tensor:
-    """One token of each row, from device tensors alone: slots and positions in, tokens out (int64)."""
-    slots_B, positions_B = inputs_2B
-    token_ids_B = rows.last_token_S[slots_B]
-    layout = rows.decode_layout(slots_B, positions_B, longest=kind.longest, max_pieces=kind.max_pieces)
-    hidden_BD = executor.forward(token_ids_B, layout)
-    columns = rows.sampling_columns(slots_B, positions_B + 1)
+def decode_step(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind) -> torch.Tensor:
+    """One token of each row, from what `Rows.decode_inputs` says of it; the tokens drawn (int64)."""
+    step = rows.read(inputs_FB)
+    layout = rows.decode_layout(step, longest=kind.longest, max_pieces=kind.max_pieces)
+    hidden_BD = executor.forward(step.token_id_B, layout)
+    columns = SamplingColumns(
+        temperatures_R=step.temperature_B,
+        top_ks_R=step.top_k_B,
+        top_ps_R=step.top_p_B,
+        min_ps_R=step.min_p_B,
+        seeds_R=step.seed_B,
+        positions_R=step.drawn_position_B,
+    )
     tokens_B = sample(executor.logits(hidden_BD), columns, kind.needs)
-    rows.last_token_S[slots_B] = tokens_B
+    rows.state.last_token_S[step.slot_B] = tokens_B
     return tokens_B

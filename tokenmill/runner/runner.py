@@ -99,7 +99,10 @@ class LocalRunner:
                 self._copy_pages(plan)
             self._rows.update(plan)
             tokens = self._replay(plan)
-            parts = self._steps.forward(plan) if tokens is None else []
+            parts: list[Part] = []
+            if tokens is None:
+                self._rows.write_pages(plan)
+                parts = self._steps.forward(plan)
             self._launched = _Launched(plan, parts, tokens)
 
     def sample(self, masks: None) -> None:
@@ -141,7 +144,7 @@ class LocalRunner:
             return None
         if self._rows.hides_stops(plan.slots, plan.starts + 1):
             return None
-        return self._graphs.replay(plan.slots, plan.starts, self._rows.sampling_needs(plan.slots))
+        return self._graphs.replay(plan)
 
     def _send(self, plan: StepPlan, tokens: torch.Tensor | None) -> _InFlight:
         """Queue the way of the tokens to the host."""

@@ -80,6 +80,8 @@ class Scout:
 
     def compile(self) -> ParallelCompilation:
         """Start to compile what the model's steps launch; `wait` for it before the first of them."""
+        # Others use what it reads as indices, so this kernel must not be skipped even once.
+        self._rows.read(self._rows.spare_inputs(1))
         compilation = ParallelCompilation(self._placement.device)
         with compilation:
             for num_decodes, rows in _STEPS:
@@ -123,14 +125,12 @@ class Scout:
         """A step as it is captured; the torch backend, which cannot be, has no kernels to compile either."""
         if self._placement.attention_backend != "triton":
             return
-        inputs_2B = torch.zeros((2, size), dtype=torch.int64, device=self._placement.device)
-        inputs_2B[0] = self._rows.spare_slot
-        decode_step(self._executor, self._rows, inputs_2B, kind)
+        decode_step(self._executor, self._rows, self._rows.spare_inputs(size), kind)
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
         """Where the kernel that draws was skipped, its "tokens" are no ids of the vocabulary."""
-        self._rows.last_token_S.zero_()
+        self._rows.state.last_token_S.zero_()
 
     def _within_context(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         fitting = []
