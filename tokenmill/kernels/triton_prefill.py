@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenmill.kernels import hopper_prefill
 from tokenmill.kernels.triton_attention import PagedRows
 
 LOG2_E = math.log2(math.e)
@@ -79,15 +80,18 @@ def prefill(
     num_tokens, num_heads, head_dim = q_THD.shape
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
+    if window is None and hopper_prefill.can_take(k_TKD, v_TKD, rows, longest_query * group):
+        hopper_prefill.prefill(
+            q_THD, k_TKD, v_TKD, rows, query_starts=query_starts, scale=scale, out_THD=out_THD
+        )
+        return
     block_dim = max(16, triton.next_power_of_2(head_dim))
     tiling = prefill_tiling(head_dim, q_THD.element_size(), longest_query * group)
-    max_tiles = num_tokens * group // tiling.queries + num_rows
-    _prefill_kernel[(num_kv_heads, max_tiles)](
+    _prefill_kernel[(num_kv_heads, num_tokens * group // tiling.queries + num_rows)](
         q_THD,
         k_TKD,
         v_TKD,
-        _tiles(k_TKD, tiling.keys, block_dim),
-        _tiles(v_TKD, tiling.keys, block_dim),
+        *(_tiles(x_TKD, tiling.keys, block_dim) for x_TKD in (k_TKD, v_TKD)),
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
         rows.page_table_RP,
@@ -96,9 +100,7 @@ def prefill(
         out_THD,
         scale * LOG2_E,
         num_rows,
-        *q_THD.stride()[:2],
-        *k_TKD.stride()[:2],
-        *v_TKD.stride()[:2],
+        *(stride for x in (q_THD, k_TKD, v_TKD) for stride in x.stride()[:2]),
         *rows.key_cache_NBKD.stride()[:3],
         rows.page_table_RP.stride(0),
         *out_THD.stride()[:2],
