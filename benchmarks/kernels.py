@@ -21,8 +21,10 @@ import torch.nn.functional as F
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec
-from tokenmill.kernels import triton_decode, triton_prefill
+from tokenmill.kernels import hopper_prefill, triton_decode, triton_prefill
 from tokenmill.kernels.activation import gated_silu
+from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kernels.hopper_prefill import HopperTiling
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.rotary import rotate
 from tokenmill.kernels.sharing import SharedPrefixes
@@ -124,6 +126,7 @@ def prefill_call(
             paged,
             query_starts=starts,
             longest_query=queries,
+            longest_row=context,
             scale=head_dim**-0.5,
             window=None,
             out_THD=out,
@@ -299,34 +302,22 @@ def tune_shared() -> None:
             print(" " * 23 + " ".join(f"{time:12.1f}" for time in times) + f"  {setting}", flush=True)
 
 
-# Head size -> candidates: queries, keys, warps, stages, gathered keys, gather stages, overlap, registers.
-PREFILL_TILINGS = {
+# Head size -> candidates.
+PREFILL_TILINGS: dict[int, list[PrefillTiling | HopperTiling]] = {
     64: [
-        (128, 64, 8, 3, 64, 3, False, 128),
-        (128, 64, 8, 3, 64, 3, True, 128),
-        (128, 64, 8, 3, 32, 3, True, 128),
-        (128, 64, 8, 4, 64, 4, False, 128),
-        (128, 64, 8, 3, 64, 3, True, None),
-        (128, 128, 8, 3, 64, 3, True, None),
-        (128, 128, 8, 3, 64, 3, False, None),
-        (64, 64, 4, 3, 64, 3, True, None),
-        (256, 64, 8, 3, 64, 3, True, None),
+        PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128),
+        PrefillTiling(128, 64, 4, 3, 32, 3, overlap=False, max_registers=168),
+        PrefillTiling(128, 128, 4, 2, 32, 2, overlap=False),
     ],
     128: [
-        (128, 128, 8, 2, 64, 3, True, None),
-        (128, 128, 8, 2, 32, 3, True, None),
-        (128, 128, 8, 2, 64, 3, False, None),
-        (128, 128, 8, 2, 64, 2, True, None),
-        (128, 64, 8, 3, 64, 3, True, None),
-        (128, 64, 8, 4, 64, 3, True, None),
-        (128, 64, 8, 3, 64, 3, False, None),
-        (64, 64, 4, 2, 64, 2, True, None),
-        (64, 128, 4, 2, 64, 2, False, None),
-    ],
-    256: [
-        (128, 32, 8, 3, 32, 3, False, None),
-        (128, 64, 8, 2, 32, 3, False, None),
-        (128, 64, 8, 2, 32, 2, True, None),
+        PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False),
+        PrefillTiling(128, 64, 4, 2, 32, 2, overlap=False),
+        PrefillTiling(128, 64, 8, 2, 32, 2, overlap=False, max_registers=128),
+        HopperTiling(2, 128, 2, alternate=True, persistent=True),
+        HopperTiling(2, 128, 2, alternate=False, persistent=True),
+        HopperTiling(2, 128, 2, alternate=True, persistent=False),
+        HopperTiling(2, 64, 4, alternate=True, persistent=True),
+        HopperTiling(3, 64, 3, alternate=True, persistent=True),
     ],
 }
 
@@ -352,35 +343,40 @@ def prefill_error(heads: tuple[int, int, int]) -> float:
     return float((out.float() - expected).norm() / expected.norm())
 
 
+def choose_prefill(tiling: PrefillTiling | HopperTiling) -> None:
+    """Let every call of prefill attention use this tiling, and the kernel that it belongs to."""
+    for_hopper = isinstance(tiling, HopperTiling)
+    hopper_prefill.pays = lambda *_: for_hopper
+    module, name = (hopper_prefill, "hopper_tiling") if for_hopper else (triton_prefill, "prefill_tiling")
+    setattr(module, name, lambda *_: tiling)
+
+
 def tune_prefill() -> None:
-    """Tilings of prefill attention: TFLOP/s of each case, best in the first case first."""
-    tiles = triton_prefill._tiles
-    for heads in ((14, 2, 64), (32, 8, 128), (8, 4, 256)):
-        found = []
-        settings = [(setting, tiles) for setting in PREFILL_TILINGS[heads[2]]]
-        for setting, make in [*settings, (settings[0][0], lambda *_: None)]:
-            triton_prefill.prefill_tiling = lambda *_, setting=setting: PrefillTiling(*setting)
-            triton_prefill._tiles = make
-            title = f"{setting}{'' if make is tiles else ', no tile copies'}"
-            try:
-                error = prefill_error(heads)
-                rates = [
-                    prefill_flops(queries, context, rows, heads)
-                    / prefill_seconds(queries, context, heads, rows)
-                    / 1e12
-                    for queries, context, rows in PREFILLS
-                ]
-            except Exception as problem:  # too much shared memory: not a candidate
-                print(f"  {title}: {type(problem).__name__}: {str(problem)[:80]}", flush=True)
-                continue
-            found.append((rates, title, error))
-        titles = [f"{rows}x{queries}/{context}" for queries, context, rows in PREFILLS]
-        print(
-            f"\nprefill {heads[0]}:{heads[1]} d{heads[2]}, TFLOP/s: " + " ".join(f"{t:>12}" for t in titles)
-        )
-        for rates, title, error in sorted(found, reverse=True):
-            wrong = "" if error < 6e-3 else f"  WRONG by {error:.1e}"
-            print(" " * 26 + " ".join(f"{rate:12.0f}" for rate in rates) + f"  {title}{wrong}", flush=True)
+    """Tilings of prefill attention: TFLOP/s of each case."""
+    candidates = [
+        (heads, tiling) for heads in ((14, 2, 64), (32, 8, 128)) for tiling in PREFILL_TILINGS[heads[2]]
+    ]
+    with ParallelCompilation(torch.device("cuda", torch.cuda.current_device())) as compilation:
+        for heads, tiling in candidates:
+            choose_prefill(tiling)
+            prefill_call(64, 64, heads)[0]()
+    compilation.wait()
+    titles = [f"{rows}x{queries}/{context}" for queries, context, rows in PREFILLS]
+    print("\nprefill, TFLOP/s: " + " ".join(f"{title:>12}" for title in titles))
+    for heads, tiling in candidates:
+        choose_prefill(tiling)
+        title = f"{heads[0]}:{heads[1]} d{heads[2]} {tiling}"
+        try:
+            error = prefill_error(heads)
+            rates = [
+                prefill_flops(queries, context, rows, heads) / prefill_seconds(queries, context, heads, rows)
+                for queries, context, rows in PREFILLS
+            ]
+        except Exception as problem:  # too much shared memory: not a candidate
+            print(f"  {title}: {type(problem).__name__}: {str(problem)[:80]}", flush=True)
+            continue
+        wrong = "" if error < 6e-3 else f"  WRONG by {error:.1e}"
+        print(" " * 18 + " ".join(f"{rate / 1e12:12.0f}" for rate in rates) + f"  {title}{wrong}", flush=True)
 
 
 def main() -> None:

@@ -316,8 +316,8 @@ def test_public_functions_are_typed(name: str) -> None:
 
 
 def is_kernel(node: Function) -> bool:
-    """Triton's own language has its own types."""
-    return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+    """The languages of Triton have their own types."""
+    return any(ast.unparse(decorator).startswith(("triton.", "gluon.")) for decorator in node.decorator_list)
 
 
 # ── sizes and habits ──────────────────────────────────────────────────────────────────────────

@@ -17,8 +17,16 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from tokenmill.kernels import triton_decode, triton_linear, triton_norm, triton_prefill, triton_rotary
+from tokenmill.kernels import (
+    hopper_prefill,
+    triton_decode,
+    triton_linear,
+    triton_norm,
+    triton_prefill,
+    triton_rotary,
+)
 from tokenmill.kernels.sharing import ITEM_FIELDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -44,7 +52,7 @@ def compiled(
         if name in ALIGNED or name in STRIDES or name in OWN_STRIDES or name.endswith(("_outer", "_inner"))
     ]
     attributes = {(order.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature={name: signature[name] for name in order},
         constexprs={(order.index(name),): value for name, value in constants.items()},
@@ -100,6 +108,7 @@ def _product_loops(sass: str) -> list[dict[str, int]]:
             "spills": sum("LDL" in text or "STL" in text for text in texts),
             "tile_copies": sum("UTMALDG" in text for text in texts),
             "exponentials_in_flight": _exponentials_in_flight(texts),
+            "exponentials_beside_values": _exponentials_beside_values(texts),
         }
         for texts in innermost
     ]
@@ -111,6 +120,16 @@ def _exponentials_in_flight(loop: list[str]) -> int:
     after = loop[wait:] + loop[:wait]
     product = next(index for index, text in enumerate(after) if "MMA" in text)
     return sum("MUFU.EX2" in text for text in after[product:])
+
+
+def _exponentials_beside_values(loop: list[str]) -> int:
+    """Exponentials between a wait that leaves one product running and a wait for all of them."""
+    waits = [index for index, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
+    leaving = [index for index in waits if "gsb0, 0x1" in loop[index]]
+    if not leaving:
+        return 0
+    finish = next((index for index in waits if index > leaving[0]), len(loop))
+    return sum("MUFU.EX2" in text for text in loop[leaving[0] : finish])
 
 
 STRIDES = dict.fromkeys(
@@ -212,6 +231,33 @@ def prefill(
     )
 
 
+def hopper(group: int) -> dict[str, Any]:
+    tiling, head_dim = hopper_prefill.hopper_tiling(4096), hopper_prefill.HEAD_DIM
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "ROWS_PER_SEARCH": hopper_prefill.ROWS_PER_SEARCH,
+        "GROUPS": tiling.groups,
+        "BLOCK_N": tiling.keys,
+        "STAGES": tiling.stages,
+        "ALTERNATE": tiling.alternate,
+    }
+    step = f"tensordesc<bf16[{tiling.keys}, {head_dim}],{hopper_prefill.STEP_LAYOUT!r}>"
+    pages = f"tensordesc<bf16[1, 1, 16, 64],{hopper_prefill.PAGE_LAYOUT!r}>"
+    pointers = {"q": "bf16", "page_table": "i32", "query_starts": "i32", "lengths": "i32", "out": "bf16"}
+    names = ("num_rows", "num_tiles", "num_kv_heads", "stride_table", "stride_h", "stride_qt", "stride_qh")
+    scalars = {
+        "scale_log2": "fp32",
+        **dict.fromkeys((*names, "stride_ot", "stride_oh"), "i32"),
+        "k_step": step,
+        "v_step": step,
+        "k_cache": pages,
+        "v_cache": pages,
+    }
+    return compiled(hopper_prefill._prefill_kernel, pointers, scalars, constants, num_warps=4)
+
+
 def norm(size: int) -> dict[str, Any]:
     pointers = {"x": "bf16", "residual": "bf16", "weight": "bf16", "out": "bf16", "total": "bf16"}
     strides = ("stride_outer", "stride_inner", "residual_stride_outer", "residual_stride_inner")
@@ -283,6 +329,7 @@ if __name__ == "__main__":
             "prefill 96": prefill(96, 3),
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
+            "hopper 128": hopper(4),
             "norm 4096": norm(4096),
             "linear qkv 0.5B": linear(896, 1152, kernel=VECTOR, normed=True, bias=True),
             "linear gate_up 0.5B": linear(896, 4864, kernel=VECTOR, normed=True, gated=True),

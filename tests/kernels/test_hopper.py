@@ -14,6 +14,7 @@ import pytest
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 PREFILLS = ("prefill 64 window", "prefill 64", "prefill 96", "prefill 128", "prefill 256")
+HOPPERS = ("hopper 128",)  # all their copies are tile copies
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,18 @@ def compiled() -> dict[str, dict[str, Any]]:
 
 
 def test_no_loop_spills_a_register(compiled: dict[str, dict[str, Any]]) -> None:
-    assert {name: facts["spills"] for name, facts in compiled.items()} == dict.fromkeys(compiled, 0)
+    spills = {name: facts["spills"] for name, facts in compiled.items() if name not in HOPPERS}
+    assert spills == dict.fromkeys(spills, 0)
+
+
+def test_warps_of_different_duties_leave_their_tightest_loops_in_registers(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
+    """The loops over tiles that all queries see; the loop over a program's tiles may spill."""
+    loops = [loop for loop in compiled["hopper 128"]["loops"] if loop["exponentials_beside_values"] > 60]
+    tightest = sorted(loops, key=lambda loop: loop["instructions"])[:2]  # one of each group
+    assert len(tightest) == 2
+    assert all(loop["spills"] == 0 and loop["instructions"] < 560 for loop in tightest)
 
 
 def test_shared_memory_fits(compiled: dict[str, dict[str, Any]]) -> None:
@@ -62,7 +74,9 @@ def test_decode_multiplies_on_tensor_cores(compiled: dict[str, dict[str, Any]]) 
 
 
 def test_keys_and_values_are_fetched_ahead_in_wide_copies(compiled: dict[str, dict[str, Any]]) -> None:
-    for name in set(compiled) - {"norm 4096"}:
+    for name in compiled:
+        if not name.startswith(("decode", "shared", "prefill")):
+            continue  # the others read no keys, or copy tiles
         assert compiled[name]["wide_copies"] >= 16, name
 
 

@@ -29,6 +29,7 @@ class _Work:
     layout: StepLayout
     longest_decode: int
     longest_query: int
+    longest_row: int  # of those with more than one query
     prefill_starts: torch.Tensor  # int32 [prefill rows + 1]
 
 
@@ -58,6 +59,7 @@ class TritonBackend:
             layout=layout,
             longest_decode=max(layout.host_lengths[:num_decodes], default=0),
             longest_query=max(layout.host_query_lengths[num_decodes:], default=0),
+            longest_row=max(layout.host_lengths[num_decodes:], default=0),
             prefill_starts=layout.query_starts[num_decodes:],
         )
 
@@ -112,6 +114,7 @@ class TritonBackend:
                 self._rows(layout, layer, slice(split, None)),
                 query_starts=work.prefill_starts,
                 longest_query=work.longest_query,
+                longest_row=work.longest_row,
                 scale=spec.scale,
                 window=spec.window,
                 out_THD=out_THD[split:],

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -55,7 +57,9 @@ def prefill_tiling(head_dim: int, element_size: int, most_pairs: int) -> Prefill
         return PrefillTiling(64, keys, 4, 3, keys, 3, overlap=False)
     if head_dim > 128:
         return PrefillTiling(128, 64, 8, 2, 32, 2, overlap=True)
-    return PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128 if head_dim <= 64 else None)
+    if head_dim > 64:  # two programs to a processor: one multiplies while the other computes its softmax
+        return PrefillTiling(128, 64, 4, 2, 32, 2, overlap=False)
+    return PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128)
 
 
 def prefill(
@@ -66,6 +70,7 @@ def prefill(
     *,
     query_starts: torch.Tensor,
     longest_query: int,
+    longest_row: int,
     scale: float,
     window: int | None,
     out_THD: torch.Tensor,
@@ -74,20 +79,50 @@ def prefill(
 
     Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step, T counts the tokens of all
     of `rows`, and token `query_starts[0]` is the first of the tensors. The tokens of a row before its queries
-    are read from its pages, its others from `k_TKD` and `v_TKD`. `longest_query` only chooses the tile.
+    are read from its pages, its others from `k_TKD` and `v_TKD`. `longest_query`, and `longest_row` with the
+    tokens before it, only choose kernel and tile.
     """
+    pairs = longest_query * (q_THD.shape[1] // k_TKD.shape[1])
+    hopper = _hopper() if window is None else None
+    if (
+        hopper is not None
+        and hopper.pays(longest_query, longest_row)
+        and hopper.can_take(k_TKD, v_TKD, rows, pairs)
+    ):
+        hopper.prefill(
+            q_THD, k_TKD, v_TKD, rows,
+            query_starts=query_starts, longest_query=longest_query, scale=scale, out_THD=out_THD,
+        )  # fmt: skip
+        return
+    tiling = prefill_tiling(q_THD.shape[2], q_THD.element_size(), pairs)
+    _prefill(
+        q_THD, k_TKD, v_TKD, rows, tiling,
+        query_starts=query_starts, scale=scale, window=window, out_THD=out_THD,
+    )  # fmt: skip
+
+
+def _prefill(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    rows: PagedRows,
+    tiling: PrefillTiling,
+    *,
+    query_starts: torch.Tensor,
+    scale: float,
+    window: int | None,
+    out_THD: torch.Tensor,
+) -> None:
+    """`prefill` by the kernel below."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
     block_dim = max(16, triton.next_power_of_2(head_dim))
-    tiling = prefill_tiling(head_dim, q_THD.element_size(), longest_query * group)
-    max_tiles = num_tokens * group // tiling.queries + num_rows
-    _prefill_kernel[(num_kv_heads, max_tiles)](
+    _prefill_kernel[(num_kv_heads, num_tokens * group // tiling.queries + num_rows)](
         q_THD,
         k_TKD,
         v_TKD,
-        _tiles(k_TKD, tiling.keys, block_dim),
-        _tiles(v_TKD, tiling.keys, block_dim),
+        *(_tiles(x_TKD, tiling.keys, block_dim) for x_TKD in (k_TKD, v_TKD)),
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
         rows.page_table_RP,
@@ -96,9 +131,7 @@ def prefill(
         out_THD,
         scale * LOG2_E,
         num_rows,
-        *q_THD.stride()[:2],
-        *k_TKD.stride()[:2],
-        *v_TKD.stride()[:2],
+        *(stride for x in (q_THD, k_TKD, v_TKD) for stride in x.stride()[:2]),
         *rows.key_cache_NBKD.stride()[:3],
         rows.page_table_RP.stride(0),
         *out_THD.stride()[:2],
@@ -117,6 +150,16 @@ def prefill(
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
     )
+
+
+@cache
+def _hopper() -> ModuleType | None:
+    """The kernel of its own that Hopper GPUs have; None where this Triton's Gluon is not the one it knows."""
+    if triton.__version__.split(".")[:2] != ["3", "6"]:
+        return None
+    from tokenmill.kernels import hopper_prefill
+
+    return hopper_prefill
 
 
 def _tiles(x_TKD: torch.Tensor, keys: int, block_dim: int) -> TensorDescriptor | None:

@@ -1,0 +1,613 @@
+"""Prompt attention for Hopper GPUs: one warp feeds tiles of keys and values, groups of four warps compute.
+
+`triton_prefill.py` is the reference, and takes what is missing here: windows, short prompts, other head sizes
+and types, pages of fewer than 16 tokens. Letters are those of `attention/base.py`. This is Gluon, the layer
+under Triton's own language: who waits for what is written out, and there is no interpreter for it.
+"""
+
+# Gluon rewrites these functions: their arguments are pointers and scalars of its own language.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tokenmill.kernels.triton_attention import PagedRows
+
+LOG2_E = math.log2(math.e)
+HEAD_DIM = 128  # with smaller heads the exponentials cost as much as the products, and the plain kernel wins
+# Measured on an H200: below both, starting a program of this size costs more than it gains.
+LONG_QUERY = 1024
+LONG_PREFIX = 4  # times the prompt's own tokens
+ROWS_PER_SEARCH = 128  # rows a program looks at, at once, to find its own
+GROUP_QUERIES = gl.constexpr(64)  # pairs of query and head of a group of four warps: what its products take
+PAGE_TOKENS = gl.constexpr(16)  # tokens of a page copied at once
+PANEL = gl.constexpr(64)  # numbers of 128 bytes: a tile in shared memory is made of columns of this width
+NEVER = gl.constexpr(-1e30)  # the peak of a query before its first key: finite, to be subtracted from itself
+# Tiles lie in shared memory in columns of 128 bytes, as products read them.
+STEP_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+COPY_ALIGNMENT = 16  # bytes; of addresses and strides that a tile copy by descriptor can take
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiling:
+    """The work of a program.
+
+    `groups` of four warps take 64 pairs of query and head each, and share tiles of `keys` keys, of which
+    `stages` are in shared memory at once. With `alternate` the groups start their products in turn, so that
+    one multiplies while another computes its softmax. With `persistent` there is one program for each of the
+    device's processors, and it computes tile after tile; else one program for each tile.
+    """
+
+    groups: int
+    keys: int
+    stages: int
+    alternate: bool
+    persistent: bool
+
+
+def hopper_tiling(longest_query: int) -> HopperTiling:
+    """The tiling for prompts of up to so many tokens: only many tiles of a prompt are worth balancing."""
+    return HopperTiling(groups=2, keys=128, stages=2, alternate=True, persistent=longest_query >= LONG_QUERY)
+
+
+def pays(longest_query: int, longest_row: int) -> bool:
+    """Whether prompts are so long, or follow so long a prefix, that this kernel beats the plain one."""
+    return longest_query >= LONG_QUERY or longest_row >= LONG_PREFIX * longest_query
+
+
+def can_take(k_TKD: torch.Tensor, v_TKD: torch.Tensor, rows: PagedRows, most_pairs: int) -> bool:
+    """Whether `prefill` knows this device, these numbers and layouts, and rows fill more than one group."""
+    return (
+        k_TKD.is_cuda
+        and _capability(k_TKD.device) == (9, 0)
+        and k_TKD.element_size() == 2
+        and k_TKD.shape[2] == HEAD_DIM
+        and rows.key_cache_NBKD.shape[1] % PAGE_TOKENS.value == 0
+        and most_pairs > GROUP_QUERIES.value
+        and k_TKD.stride() == v_TKD.stride()
+        and all(
+            (x.data_ptr() | 2 * stride) % COPY_ALIGNMENT == 0
+            for x in (k_TKD, v_TKD, rows.key_cache_NBKD, rows.value_cache_NBKD)
+            for stride in x.stride()[:-1]
+        )
+    )
+
+
+def prefill(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    rows: PagedRows,
+    *,
+    query_starts: torch.Tensor,
+    longest_query: int,
+    scale: float,
+    out_THD: torch.Tensor,
+) -> None:
+    """As `triton_prefill.prefill`, for what `can_take` allows."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
+    group = num_heads // num_kv_heads
+    tiling = hopper_tiling(longest_query)
+    num_tiles = num_kv_heads * (num_tokens * group // (tiling.groups * 64) + num_rows)
+    num_programs = min(num_tiles, _processors(q_THD.device)) if tiling.persistent else num_tiles
+    _prefill_kernel[(num_programs,)](
+        q_THD,
+        _step_tiles(k_TKD, tiling.keys),
+        _step_tiles(v_TKD, tiling.keys),
+        _page_tiles(rows.key_cache_NBKD),
+        _page_tiles(rows.value_cache_NBKD),
+        rows.page_table_RP,
+        query_starts,
+        rows.lengths_R,
+        out_THD,
+        scale * LOG2_E,
+        num_rows,
+        num_tiles,
+        num_kv_heads,
+        k_TKD.stride(1),
+        *q_THD.stride()[:2],
+        rows.page_table_RP.stride(0),
+        *out_THD.stride()[:2],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=rows.key_cache_NBKD.shape[1],
+        ROWS_PER_SEARCH=ROWS_PER_SEARCH,
+        GROUPS=tiling.groups,
+        BLOCK_N=tiling.keys,
+        STAGES=tiling.stages,
+        ALTERNATE=tiling.alternate,
+        num_warps=4,
+    )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _step_tiles(x_TKD: torch.Tensor, keys: int) -> TensorDescriptor:
+    """Tiles [keys, D] of the step's keys or values; the heads of a token are one long row."""
+    num_tokens, num_heads, head_dim = x_TKD.shape
+    stride_t, stride_h, _ = x_TKD.stride()
+    width = (num_heads - 1) * stride_h + head_dim
+    return TensorDescriptor(x_TKD, [num_tokens, width], [stride_t, 1], [keys, head_dim], STEP_LAYOUT)
+
+
+def _page_tiles(cache_NBKD: torch.Tensor) -> TensorDescriptor:
+    """Tiles [16 tokens, 64 numbers] of the pages of one head."""
+    x_NKBD = cache_NBKD.transpose(1, 2)
+    block = [1, 1, PAGE_TOKENS.value, PANEL.value]
+    return TensorDescriptor(x_NKBD, list(x_NKBD.shape), list(x_NKBD.stride()), block, PAGE_LAYOUT)
+
+
+# ── kernels ───────────────────────────────────────────────────────────────────────────────────
+
+
+@gluon.jit
+def _find_row(tile, query_starts, num_rows, GROUP: gl.constexpr, SEARCH: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(row that owns `tile`, its first token, its queries, the tile's first pair of query and head).
+
+    Row r begins at tile pairs_before_r // BLOCK_M + r: no two rows share a tile, and some tiles stay empty.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    base = gl.load(query_starts)
+    row = -1
+    for begin in range(0, num_rows, SEARCH):
+        candidates = begin + gl.arange(0, SEARCH, layout)
+        starts = gl.load(query_starts + candidates, mask=candidates < num_rows, other=0)
+        begun = ((starts - base) * GROUP // BLOCK_M + candidates <= tile) & (candidates < num_rows)
+        row += gl.sum(begun.to(gl.int32), axis=0)
+    token = gl.load(query_starts + row) - base
+    num_queries = gl.load(query_starts + row + 1) - base - token
+    return row, token, num_queries, (tile - (token * GROUP // BLOCK_M + row)) * BLOCK_M
+
+
+@gluon.jit
+def _nth_tile(nth, num_tiles, num_kv_heads):
+    """(key head, tile) of the nth tile of this program, -1 after the last. Every other turn goes backwards.
+
+    The last tiles of a prompt see the most keys: they go first. The heads of one tile run side by side.
+    """
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    if nth % 2 == 1:
+        place = programs - 1 - place
+    place = nth * programs + place
+    tile = num_tiles // num_kv_heads - 1 - place // num_kv_heads
+    if place >= num_tiles:
+        tile = -1
+    return place % num_kv_heads, tile
+
+
+@gluon.jit
+def _count_tiles(
+    first, num_queries, prefix, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """How a program goes over the keys: (own tiles, whole ones of them, partial tiles of the prefix).
+
+    First the own keys past some query, from the last, at least one tile; then what fills no tile of the
+    prefix; these are masked. Then the other own keys, and the other keys of the prefix, both from the last.
+    """
+    last_query = gl.minimum((first + BLOCK_M - 1) // GROUP, num_queries - 1)
+    own = last_query // BLOCK_N + 1
+    whole = gl.minimum((first // GROUP + 1) // BLOCK_N, own - 1)
+    return own, whole, (prefix % BLOCK_N + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _copy_own(
+    step, k_step, v_step, k_tiles, v_tiles, barriers, token, column, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the step's keys and values from `token` on as this warp's tile number `step`."""
+    slot = step % STAGES
+    phase = step // STAGES % 2 ^ 1
+    mbarrier.wait(barriers.index(2 * STAGES + slot), phase)
+    mbarrier.expect(barriers.index(slot), k_step.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_step, [token, column], barriers.index(slot), k_tiles.index(slot))
+    mbarrier.wait(barriers.index(3 * STAGES + slot), phase)
+    mbarrier.expect(barriers.index(STAGES + slot), v_step.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        v_step, [token, column], barriers.index(STAGES + slot), v_tiles.index(slot)
+    )
+
+
+@gluon.jit
+def _copy_pieces(
+    cache, tiles, slot, full, pages, places, kv_head, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Copy sixteen tokens each from these pages into the tile in `slot`, where products expect them."""
+    PIECES: gl.constexpr = BLOCK_N // PAGE_TOKENS
+    PANELS: gl.constexpr = HEAD_DIM // PANEL
+    stages: gl.constexpr = tiles.shape[0]
+    pieces = tiles._reinterpret(
+        tiles.dtype, [stages * PANELS * PIECES, 1, 1, PAGE_TOKENS, PANEL], cache.layout
+    )
+    mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
+    for piece in gl.static_range(PIECES):
+        for panel in gl.static_range(PANELS):
+            tma.async_copy_global_to_shared(
+                cache,
+                [pages[piece], kv_head, places[piece], panel * PANEL],
+                full,
+                pieces.index((slot * PANELS + panel) * PIECES + piece),
+            )
+
+
+@gluon.jit
+def _copy_prefix(
+    step, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy keys and values of positions [start, start + BLOCK_N) of a prefix; past its end, the last ones."""
+    slot = step % STAGES
+    phase = step // STAGES % 2 ^ 1
+    last = (prefix - 1) // PAGE_TOKENS * PAGE_TOKENS
+    pages = ()
+    places = ()
+    for piece in gl.static_range(BLOCK_N // PAGE_TOKENS):
+        position = gl.minimum(start + piece * PAGE_TOKENS, last)
+        pages += (gl.load(table + position // PAGE_SIZE),)
+        places += (position % PAGE_SIZE,)
+    mbarrier.wait(barriers.index(2 * STAGES + slot), phase)
+    _copy_pieces(k_cache, k_tiles, slot, barriers.index(slot), pages, places, kv_head, HEAD_DIM, BLOCK_N)
+    mbarrier.wait(barriers.index(3 * STAGES + slot), phase)
+    _copy_pieces(
+        v_cache, v_tiles, slot, barriers.index(STAGES + slot), pages, places, kv_head, HEAD_DIM, BLOCK_N
+    )
+
+
+@gluon.jit
+def _feed(
+    k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, query_starts, lengths, num_rows,
+    num_tiles, num_kv_heads, stride_h, stride_table,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS_PER_SEARCH: gl.constexpr,
+    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: copy the tiles that the others compute with, as soon as there is room."""
+    BLOCK_M: gl.constexpr = GROUPS * GROUP_QUERIES
+    step = 0
+    nth = 0
+    kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
+    while tile >= 0:
+        row, token, num_queries, first = _find_row(
+            tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
+        )
+        if first < num_queries * GROUP:
+            prefix = gl.load(lengths + row) - num_queries
+            own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
+            table = page_table + row.to(gl.int64) * stride_table
+            column = kv_head * stride_h
+            for index in range(own - whole):
+                start = token + (own - 1 - index) * BLOCK_N
+                _copy_own(
+                    step + index, k_step, v_step, k_tiles, v_tiles, barriers, start, column, BLOCK_N, STAGES
+                )
+            step += own - whole
+            if partial > 0:
+                start = prefix // BLOCK_N * BLOCK_N
+                _copy_prefix(
+                    step, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
+                    PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+                )  # fmt: skip
+            step += partial
+            for index in range(whole):
+                start = token + (whole - 1 - index) * BLOCK_N
+                _copy_own(
+                    step + index, k_step, v_step, k_tiles, v_tiles, barriers, start, column, BLOCK_N, STAGES
+                )
+            step += whole
+            for index in range(prefix // BLOCK_N):
+                start = (prefix // BLOCK_N - 1 - index) * BLOCK_N
+                _copy_prefix(
+                    step + index, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
+                    PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+                )  # fmt: skip
+            step += prefix // BLOCK_N
+        nth += 1
+        kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
+
+
+@gluon.jit
+def _softmax_step(scores, total, peak, scale_log2):
+    """(weights of these scores, factor of all weights so far, their new total, new peak)."""
+    new_peak = gl.maximum(peak, gl.max(scores, axis=1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
+    fade = gl.exp2(peak - new_peak)
+    return weights, fade, total * fade + gl.sum(weights, axis=1), new_peak
+
+
+@gluon.jit
+def _start_scores(step, query, k_tiles, barriers, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Begin the products of the queries with the keys of tile number `step`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    slot = step % STAGES
+    mbarrier.wait(barriers.index(slot), step // STAGES % 2)
+    nothing = gl.zeros([GROUP_QUERIES, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(query, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_values(step, acc, weights, v_tiles, barriers, STAGES: gl.constexpr):
+    """Begin to add the values of tile number `step`, weighted, to `acc`."""
+    slot = step % STAGES
+    mbarrier.wait(barriers.index(STAGES + slot), step // STAGES % 2)
+    return warpgroup_mma(weights, v_tiles.index(slot), acc, is_async=True)
+
+
+@gluon.jit
+def _narrow(weights, layout: gl.constexpr, dtype: gl.constexpr):
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _masked(scores, queries, start, limit, BLOCK_N: gl.constexpr):
+    """Scores, without those of keys at `limit` and on, and of keys past a query."""
+    positions = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
+    visible = (positions[None, :] <= queries[:, None]) & (positions < limit)[None, :]
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _clear_past(
+    step, v_tiles, barriers, count, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):
+    """Zero the values of tile `step` from its token `count` on: they are another row's or nobody's, and
+    weights of zero do not cancel NaN. Every group of warps does so, and writes the same.
+    """
+    PIECES: gl.constexpr = BLOCK_N // PAGE_TOKENS
+    PANELS: gl.constexpr = HEAD_DIM // PANEL
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if count < BLOCK_N:
+        slot = step % STAGES
+        mbarrier.wait(barriers.index(STAGES + slot), step // STAGES % 2)
+        pieces = v_tiles._reinterpret(
+            v_tiles.dtype, [STAGES * PANELS * PIECES, PAGE_TOKENS, PANEL], v_tiles.layout
+        )
+        tokens = gl.arange(0, PAGE_TOKENS, gl.SliceLayout(1, layout))[:, None]
+        for piece in range(count // PAGE_TOKENS, PIECES):
+            for panel in gl.static_range(PANELS):
+                place = pieces.index((slot * PANELS + panel) * PIECES + piece)
+                values = place.load(layout)
+                place.store(gl.where(piece * PAGE_TOKENS + tokens < count, values, 0.0).to(values.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _next_scores(
+    step, turn, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, MINE: gl.constexpr, ALTERNATE: gl.constexpr,
+):  # fmt: skip
+    """(scores of tile `step`, `acc` while the values of the tile before are being added)."""
+    if ALTERNATE:
+        mbarrier.wait(turns.index(MINE), turn % 2 ^ (1 if MINE == 0 else 0))
+    scores = _start_scores(step, query, k_tiles, barriers, BLOCK_N, STAGES)
+    acc = _start_values(step - 1, acc, narrow, v_tiles, barriers, STAGES)
+    if ALTERNATE:
+        mbarrier.arrive(turns.index((MINE + 1) % GROUPS))
+    scores = warpgroup_mma_wait(1, [scores])
+    mbarrier.arrive(barriers.index(2 * STAGES + step % STAGES))
+    return scores, acc
+
+
+@gluon.jit
+def _finish_values(step, acc, fade, barriers, STAGES: gl.constexpr):
+    """`acc` with the values of tile `step`, relative to the new peak.
+
+    The assembler moves a wait for products as far up as it can, here before the softmax that is meant to run
+    beside them, but not past a branch: hence the wait for a barrier that opened long ago.
+    """
+    mbarrier.wait(barriers.index(STAGES + step % STAGES), step // STAGES % 2)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(barriers.index(3 * STAGES + step % STAGES))
+    return acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def _attend(
+    step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole, partial,
+    scale_log2, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    MINE: gl.constexpr, ALTERNATE: gl.constexpr,
+):  # fmt: skip
+    """(weighted sum of the values, sum of the weights, number of tiles) over all keys.
+
+    The values of a tile are multiplied while the softmax of the next one is computed.
+    """
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    row_layout: gl.constexpr = queries.type.layout
+    acc = gl.zeros([GROUP_QUERIES, HEAD_DIM], gl.float32, out_layout)
+    peak = gl.full([GROUP_QUERIES], NEVER, gl.float32, row_layout)
+    total = gl.full([GROUP_QUERIES], 0.0, gl.float32, row_layout)
+
+    start = (own - 1) * BLOCK_N
+    scores = _start_scores(step, query, k_tiles, barriers, BLOCK_N, STAGES)
+    scores = warpgroup_mma_wait(0, [scores])
+    mbarrier.arrive(barriers.index(2 * STAGES + step % STAGES))
+    _clear_past(step, v_tiles, barriers, num_queries - start, HEAD_DIM, BLOCK_N, STAGES)
+    scores = _masked(scores, queries, start, num_queries, BLOCK_N)
+    weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
+    narrow = _narrow(weights, out_layout, query.dtype)
+    masked = own - whole + partial
+    count = masked + whole + prefix // BLOCK_N
+    for index in range(1, masked):
+        scores, acc = _next_scores(
+            step + index, turn + index - 1, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
+            STAGES, GROUPS, MINE, ALTERNATE,
+        )  # fmt: skip
+        of_prefix = index == own - whole
+        start = gl.where(of_prefix, prefix // BLOCK_N, own - 1 - index) * BLOCK_N
+        limit = gl.where(of_prefix, prefix, num_queries)
+        _clear_past(step + index, v_tiles, barriers, limit - start, HEAD_DIM, BLOCK_N, STAGES)
+        scores = _masked(scores, gl.where(of_prefix, limit, queries), start, limit, BLOCK_N)
+        weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
+        acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)
+        narrow = _narrow(weights, out_layout, query.dtype)
+    for index in range(masked, count):
+        scores, acc = _next_scores(
+            step + index, turn + index - 1, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
+            STAGES, GROUPS, MINE, ALTERNATE,
+        )  # fmt: skip
+        weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
+        acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)
+        narrow = _narrow(weights, out_layout, query.dtype)
+    acc = _start_values(step + count - 1, acc, narrow, v_tiles, barriers, STAGES)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(barriers.index(3 * STAGES + (step + count - 1) % STAGES))
+    return acc, total, count
+
+
+@gluon.jit
+def _compute(
+    q, query_tiles, k_tiles, v_tiles, barriers, turns, query_starts, lengths, out, scale_log2, num_rows,
+    num_tiles, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS_PER_SEARCH: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ALTERNATE: gl.constexpr, MINE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the attention of 64 pairs of query and head of each of the program's tiles."""
+    query = query_tiles.index(MINE)
+    BLOCK_M: gl.constexpr = GROUPS * GROUP_QUERIES
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    pairs = MINE * GROUP_QUERIES + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, wide))
+    columns = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
+    score_pairs = MINE * GROUP_QUERIES + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, score_layout))
+    step = 0
+    turn = 0
+    nth = 0
+    kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
+    while tile >= 0:
+        row, token, num_queries, first = _find_row(
+            tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
+        )
+        if first < num_queries * GROUP:
+            prefix = gl.load(lengths + row) - num_queries
+            own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
+            # Past the last query: the last once more. Offsets from the tile's first token fit 32 bits.
+            first_query = first // GROUP
+            mine = gl.minimum((first + pairs) // GROUP, num_queries - 1) - first_query
+            heads = (first + pairs) % GROUP
+            first_token = (token + first_query).to(gl.int64)
+            source = q + first_token * stride_qt + kv_head * GROUP * stride_qh
+            sources = (mine * stride_qt + heads * stride_qh)[:, None] + columns[None, :]
+            query.store(gl.load(source + sources))
+            fence_async_shared()
+            gl.thread_barrier()
+
+            queries = gl.minimum((first + score_pairs) // GROUP, num_queries - 1)
+            acc, total, count = _attend(
+                step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own,
+                whole, partial, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE, ALTERNATE,
+            )  # fmt: skip
+            step += count
+            turn += count - 1
+            acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
+            # The queries are done with: their place turns the result round for wide stores.
+            query.store(acc.to(out.dtype.element_ty))
+            gl.thread_barrier()
+            target = out + first_token * stride_ot + kv_head * GROUP * stride_oh
+            targets = (mine * stride_ot + heads * stride_oh)[:, None] + columns[None, :]
+            keep = first + pairs < num_queries * GROUP
+            gl.store(target + targets, query.load(wide), mask=keep[:, None])
+            gl.thread_barrier()
+        nth += 1
+        kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
+
+
+@gluon.jit(
+    do_not_specialize=["num_rows", "num_tiles", "num_kv_heads", "stride_table"],
+    do_not_specialize_on_alignment=["page_table", "query_starts", "lengths"],
+)
+def _prefill_kernel(
+    q,
+    k_step,
+    v_step,
+    k_cache,
+    v_cache,
+    page_table,
+    query_starts,
+    lengths,
+    out,
+    scale_log2,
+    num_rows,
+    num_tiles,
+    num_kv_heads,
+    stride_h,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROWS_PER_SEARCH: gl.constexpr,
+    GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    ALTERNATE: gl.constexpr,
+):
+    k_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
+    v_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
+    query_tiles = gl.allocate_shared_memory(k_step.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], k_step.layout)
+    # Keys are there, values are there, keys are done with, values are done with; one of each for each stage.
+    barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2 * STAGES):
+        mbarrier.init(barriers.index(index), count=1)
+        mbarrier.init(barriers.index(2 * STAGES + index), count=GROUPS)
+    for index in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(index), count=1)
+
+    feed = (
+        k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, query_starts, lengths,
+        num_rows, num_tiles, num_kv_heads, stride_h, stride_table,
+    )  # fmt: skip
+    compute = (
+        q, query_tiles, k_tiles, v_tiles, barriers, turns, query_starts, lengths, out, scale_log2, num_rows,
+        num_tiles, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh,
+    )  # fmt: skip
+    feeding: gl.constexpr = (GROUP, HEAD_DIM, PAGE_SIZE, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES)
+    first: gl.constexpr = (GROUP, HEAD_DIM, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES, ALTERNATE, 0)
+    second: gl.constexpr = (GROUP, HEAD_DIM, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES, ALTERNATE, 1)
+    third: gl.constexpr = (GROUP, HEAD_DIM, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES, ALTERNATE, 2)
+    # Registers of a thread: of 504 for three times four warps, of 512 for four times.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [(_compute, compute + first), (_compute, compute + second), (_feed, feed + feeding)],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, compute + first),
+                (_compute, compute + second),
+                (_compute, compute + third),
+                (_feed, feed + feeding),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
