@@ -35,7 +35,8 @@ GRANTS: dict[str, set[str]] = {
     # Thin shells for users of SGLang's module names.
     "utils": {"__init__", "engine", "frontend"},
     "test": {"__init__"},
-    "cli": {"__init__", "server", "batch", "engine"},
+    "cli": {"__init__", "server", "batch", "bench", "engine"},
+    "bench": {"engine"},
     "server": {"engine", "frontend"},
     "batch": {"engine", "frontend"},
     "engine": {"frontend"},

@@ -1,4 +1,4 @@
-"""The command line: `tokenmill generate`, `tokenmill chat` and `tokenmill info`.
+"""The command line: `tokenmill generate`, `chat`, `info` and `bench`.
 
 Owns flags, printing and exit codes. Flags are made from the fields of `EngineConfig` and `SamplingParams`,
 and what they mean is decided there.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import platform
+import shlex
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from tokenmill import __version__
+from tokenmill import __version__, bench
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.sampling_params import SamplingParams
@@ -45,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `arguments` are those after the program's name (default: of this process).
     """
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given, argparse.Namespace(arguments=given))
     try:
         code: int = options.command(options)
         sys.stdout.flush()
@@ -118,7 +122,32 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     _add_engine_flags(info)
     info.set_defaults(command=_info)
+
+    measure = commands.add_parser(
+        "bench",
+        help="time fixed workloads",
+        description="Time fixed workloads on a model: token ids in and out, no text. After a run that is not "
+        "counted, the table shows medians. w6, from the constructor to the first token, is always there.",
+    )
+    _add_bench_flags(measure)
+    _add_engine_flags(measure)
+    measure.set_defaults(command=_bench)
     return parser
+
+
+def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    def add(name: str, help: str, **reading: Any) -> None:
+        parser.add_argument(
+            f"--{name}", dest=f"bench.{name}", default=argparse.SUPPRESS, help=help, **reading
+        )
+
+    titles = "; ".join(f"{name}: {workload.title}" for name, workload in bench.WORKLOADS.items())
+    add("workloads", f"which ones (default: all) {titles}", nargs="+", metavar="NAME")
+    add("requests", "requests of each workload (default: its own number)", type=int, metavar="N")
+    add("repeats", f"runs that are counted (default: {bench.Choice.repeats})", type=int, metavar="N")
+    scale = f"factor for all lengths, up to 1 (default: 1, on a CPU {bench.CPU_SCALE:g})"
+    add("scale", scale, type=float, metavar="N")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object per run to this file")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -193,10 +222,10 @@ def _given(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
     return {name[len(start) :]: value for name, value in vars(options).items() if name.startswith(start)}
 
 
-def _open_engine(options: argparse.Namespace) -> Engine:
+def _open_engine(options: argparse.Namespace, **more: Any) -> Engine:
     from tokenmill.engine import Engine  # not needed for --help and wrong flags
 
-    return Engine(**_given(options, "engine"))
+    return Engine(**_given(options, "engine"), **more)
 
 
 # ── generate ──────────────────────────────────────────────────────────────────────────────────
@@ -398,6 +427,70 @@ def _readable(name: str, value: object) -> str:
     if name.endswith("_seconds") and isinstance(value, float):
         return f"{value:.2f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# ── bench ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _bench(options: argparse.Namespace) -> int:
+    choice = bench.Choice(**_given(options, "bench"))  # wrong values end here, before any loading
+    with contextlib.ExitStack() as stack:
+        records = stack.enter_context(_append_to(options.json)) if options.json is not None else None
+        start = time.perf_counter()
+        engine = stack.enter_context(_open_engine(options, skip_tokenizer_init=True))
+        bench.first_token(engine)
+        started = {"requests": 1, "seconds": round(time.perf_counter() - start, 4)}
+        known = engine.get_server_info()
+        loads = bench.loads_of(choice, known)
+        heading = _heading(known, options.arguments)
+
+        def keep(workload: str, figures: bench.Figures) -> bench.Figures:
+            if records is not None:
+                print(json.dumps({**heading, "workload": workload, **figures}), file=records, flush=True)
+            return figures
+
+        print(f"{known['model_path']}, {known['dtype']}, {known['device_name']}")
+        print(*bench.notes_on(choice, loads, known), bench.header(), sep="\n")
+        print(bench.row(bench.START, [keep(bench.START, started)]), flush=True)
+        report = _say if _watched(known["show_progress"]) else _say_nothing
+        for load in loads:
+            runs = bench.runs_of(engine, load, repeats=choice.repeats, report=report)
+            print(bench.row(load.workload, [keep(load.workload, run) for run in runs]), flush=True)
+    return EXIT_OK
+
+
+def _append_to(path: str) -> TextIO:
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument(
+            f"json: {path!r} cannot be written ({error.strerror}); give a file in a folder that is there"
+        ) from error
+
+
+def _heading(known: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """What every record of a benchmark begins with."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "engine": f"tokenmill {__version__}",
+        "device": known["device_name"],
+        "versions": _versions(),
+        "command": shlex.join(["tokenmill", *arguments]),
+        "model": known["model_path"],
+        "dtype": known["dtype"],
+    }
+
+
+def _watched(show_progress: bool | None) -> bool:
+    return sys.stderr.isatty() if show_progress is None else show_progress
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    """Nobody watches."""
 
 
 if __name__ == "__main__":
