@@ -1,6 +1,6 @@
 """`tokenmill bench`: fixed loads for any model, and how they are timed.
 
-Owns the requests and the figures; flags, printing and files are `cli.py`'s. With a large vocabulary and full
+Owns the requests and the figures; flags and files are `cli.py`'s. With a large vocabulary and full
 lengths the requests are, token by token, those of `benchmarks/workloads.py`, which every engine was measured
 with; the digest shows it. Time is that of the wall clock around one blocking `generate`.
 """
@@ -12,12 +12,13 @@ import hashlib
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.errors import InvalidArgument, did_you_mean
+from tokenmill.errors import InvalidArgument
 from tokenmill.sampling_params import check_real, check_whole
 
 if TYPE_CHECKING:
@@ -162,9 +163,7 @@ def _check_name(name: str) -> None:
             f"the others are {', '.join(known)}"
         )
     if name not in known:
-        raise InvalidArgument(
-            f"workloads must be of {', '.join(known)}, got {name!r}.{did_you_mean(name, known)}"
-        )
+        raise InvalidArgument(f"workloads must be of {', '.join(known)}, got {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +226,17 @@ def notes_on(choice: Choice, loads: Sequence[Load], facts: Mapping[str, Any]) ->
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────
+
+
+def reporter(show_progress: bool | None) -> Report:
+    """Tells on standard error what is on its way, if somebody watches (None: on a terminal)."""
+    watched = sys.stderr.isatty() if show_progress is None else show_progress
+
+    def report(text: str) -> None:
+        if watched:
+            print(text, file=sys.stderr, flush=True)
+
+    return report
 
 
 def first_token(engine: Engine) -> None:

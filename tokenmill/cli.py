@@ -452,7 +452,7 @@ def _bench(options: argparse.Namespace) -> int:
         print(f"{known['model_path']}, {known['dtype']}, {known['device_name']}")
         print(*bench.notes_on(choice, loads, known), bench.header(), sep="\n")
         print(bench.row(bench.START, [keep(bench.START, started)]), flush=True)
-        report = _say if _watched(known["show_progress"]) else _say_nothing
+        report = bench.reporter(known["show_progress"])
         for load in loads:
             runs = bench.runs_of(engine, load, repeats=choice.repeats, report=report)
             print(bench.row(load.workload, [keep(load.workload, run) for run in runs]), flush=True)
@@ -479,18 +479,6 @@ def _heading(known: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, An
         "model": known["model_path"],
         "dtype": known["dtype"],
     }
-
-
-def _watched(show_progress: bool | None) -> bool:
-    return sys.stderr.isatty() if show_progress is None else show_progress
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _say_nothing(text: str) -> None:
-    """Nobody watches."""
 
 
 if __name__ == "__main__":
