@@ -40,6 +40,26 @@ class RowPages:
         return len(self.tables[0])
 
 
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A prefix that was found in the tree, remembered because the next one looked for is often the same."""
+
+    namespace: bytes
+    token_ids: bytes
+    nodes: list[int]
+    tables: tuple[list[int], ...]  # the nodes' pages, one list per group
+    num_evictions: int  # of the tree, when it was found: without one more, it is still there
+
+    def leads(self, token_ids: bytes, namespace: bytes, *, num_evictions: int) -> bool:
+        """Whether these ids go on from here, with at least one of them to spare."""
+        return (
+            self.num_evictions == num_evictions
+            and self.namespace == namespace
+            and len(self.token_ids) < len(token_ids)
+            and token_ids.startswith(self.token_ids)
+        )
+
+
 class Cache:
     """The page books of one engine. Not thread-safe; owned by the scheduler.
 
@@ -58,6 +78,7 @@ class Cache:
         # Every column takes a page of each group, so the smallest group is always the one that runs out.
         self._smallest = min(self._groups, key=lambda group: group.num_pages)
         self._tree = PrefixTree()
+        self._last_path = self._no_path(b"")
         self._key_bytes = page_size * _BYTES_PER_ID
 
     @property
@@ -96,7 +117,7 @@ class Cache:
 
     def count_cached(self, token_ids: bytes, *, namespace: bytes = b"") -> int:
         """Tokens that `match` would find for these ids, without taking hold of them."""
-        return len(self._walk(token_ids, namespace)) * self.page_size
+        return len(self._walk(token_ids, namespace).nodes) * self.page_size
 
     def match(self, token_ids: bytes, *, namespace: bytes = b"") -> RowPages:
         """Take hold of the longest remembered prefix, at page borders.
@@ -104,14 +125,10 @@ class Cache:
         `token_ids` are int32 ids as bytes. At least the last token is left to compute, because its
         logits are wanted. The caller owns the result until `release`.
         """
-        nodes = self._walk(token_ids, namespace)
-        tables: tuple[list[int], ...] = tuple([] for _ in self._groups)
-        for node in nodes:
-            for table, page in zip(tables, self._tree.pages(node), strict=True):
-                table.append(page)
-        row = RowPages(namespace, tables, num_shared=len(nodes))
-        if nodes:
-            row.node = nodes[-1]
+        path = self._walk(token_ids, namespace)
+        row = RowPages(namespace, tuple(map(list, path.tables)), num_shared=len(path.nodes))
+        if path.nodes:
+            row.node = path.nodes[-1]
             self._tree.pin(row.node)
         return row
 
@@ -177,21 +194,30 @@ class Cache:
             group.check_invariants(row_pages=private, tree_pages=self._tree.tree_pages(index))
         assert min(self.num_free_pages, self.num_cached_pages, self.num_used_pages) >= 0
 
-    def _walk(self, token_ids: bytes, namespace: bytes) -> list[int]:
-        """The nodes of the longest remembered prefix that leaves one token to compute."""
-        nodes: list[int] = []
+    def _walk(self, token_ids: bytes, namespace: bytes) -> _Path:
+        """The longest remembered prefix that leaves one token to compute."""
+        path = self._last_path
+        if not path.leads(token_ids, namespace, num_evictions=self._tree.num_evictions):
+            path = self._no_path(namespace)
         if not self.prefix_caching:
-            return nodes
-        find, stride = self._tree.find, self._key_bytes
-        node: int | None = ROOT
-        key = namespace + token_ids[:stride]
-        for end in range(stride, len(token_ids), stride):
-            node = find(ROOT if not nodes else nodes[-1], key)
+            return path
+        nodes, tables = list(path.nodes), tuple(map(list, path.tables))
+        find, pages, stride = self._tree.find, self._tree.pages, self._key_bytes
+        start = len(path.token_ids)
+        while start + stride < len(token_ids):
+            key = token_ids[start : start + stride]
+            node = find(nodes[-1], key) if nodes else find(ROOT, namespace + key)
             if node is None:
                 break
             nodes.append(node)
-            key = token_ids[end : end + stride]
-        return nodes
+            for table, page in zip(tables, pages(node), strict=True):
+                table.append(page)
+            start += stride
+        self._last_path = _Path(namespace, token_ids[:start], nodes, tables, self._tree.num_evictions)
+        return self._last_path
+
+    def _no_path(self, namespace: bytes) -> _Path:
+        return _Path(namespace, b"", [], tuple([] for _ in self._groups), self._tree.num_evictions)
 
     def _commit_column(self, row: RowPages, column: int, key: bytes) -> None:
         pages = tuple([table[column] for table in row.tables])

@@ -32,6 +32,7 @@ class PrefixTree:
         self._leaves: list[tuple[int, int]] = []
         self._clock = 0
         self.num_unpinned = 0
+        self.num_evictions = 0
 
     def __len__(self) -> int:
         return len(self._children)
@@ -143,6 +144,7 @@ class PrefixTree:
             heapify(self._leaves)
 
     def _remove(self, node: int) -> tuple[int, ...]:
+        self.num_evictions += 1
         edge = self._edges[node]
         assert edge is not None
         del self._children[edge]
