@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -253,3 +254,18 @@ def test_a_configuration_class_in_the_folder_needs_trust(
     with pytest.raises(UnsupportedModel, match="own"):
         read(own)
     assert read(own, trust_remote_code=True).norm_epsilon == 0.25
+
+
+def test_reading_a_configuration_imports_no_modeling_code() -> None:
+    """What a start waits for: some releases of transformers import everything to compose a docstring."""
+    code = (
+        "import sys\n"
+        "from tokenmill.hub import resolve\n"
+        "from tokenmill.models import read_spec\n"
+        "read_spec(resolve('tiny'))\n"
+        "heavy = {'transformers.modeling_utils', 'transformers.generation.utils', 'torch._dynamo'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import transformers\n"
+        "assert transformers.utils.auto_docstring.__name__ == 'auto_docstring'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

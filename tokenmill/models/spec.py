@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +165,8 @@ def _configuration(
         if trust_remote_code and "auto_map" in stored:
             config_class = type(AutoConfig.from_pretrained(folder, trust_remote_code=True))
         elif model_type in CONFIG_MAPPING:
-            config_class = CONFIG_MAPPING[model_type]
+            with _no_composed_docstrings():
+                config_class = CONFIG_MAPPING[model_type]
         else:
             raise UnsupportedModel(
                 f"{folder / 'config.json'} has model_type {model_type!r}, which transformers does not know"
@@ -176,6 +179,26 @@ def _configuration(
             f"{folder / 'config.json'}{' with json_model_override_args' if overrides else ''} "
             f"is not a valid configuration: {error}"
         ) from error
+
+
+@contextmanager
+def _no_composed_docstrings() -> Iterator[None]:
+    """Let configuration classes be defined without the docstrings that transformers composes for them.
+
+    For these some releases (5.17) import all that models are made of, torch.distributed and, where it is
+    installed, scikit-learn: seconds of every start.
+    """
+    utils: Any = import_module("transformers.utils")
+
+    def leave(decorated: Any = None, **_: Any) -> Any:
+        return leave if decorated is None else decorated
+
+    composed = utils.auto_docstring
+    utils.auto_docstring = leave
+    try:
+        yield
+    finally:
+        utils.auto_docstring = composed
 
 
 def _architecture(config: Any) -> str:
