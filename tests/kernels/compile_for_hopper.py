@@ -82,6 +82,7 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "copies": sass.count("LDGSTS"),
         # Of a kernel that waits for the one before it: what it does until then.
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
+        "loads_before_waiting": len(re.findall(r"\bLDG\b", sass.partition("ACQBULK")[0])),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 
@@ -158,6 +159,7 @@ def decode(
         "BLOCK_G": max(16, triton.next_power_of_2(group * fold)),
         "BLOCK_N": tiling.keys,
         "BLOCK_DIM": block_dim,
+        "OVERLAP": True,
     }
     forest = {"own_starts": "i32", "num_pieces": "i32"}
     pointers = {"q": "bf16", **CACHES, **forest, "out": "bf16", "parts": "fp32", "logs": "fp32"}
@@ -188,6 +190,7 @@ def shared(head_dim: int, group: int) -> dict[str, Any]:
         "BLOCK_M": triton.next_power_of_2(tiling.queries // group * group),
         "BLOCK_N": tiling.keys,
         "BLOCK_DIM": triton.next_power_of_2(head_dim),
+        "OVERLAP": True,
     }
     forest = {"num_items": "i32", "items": "i32", "members": "i32"}
     pointers = {"q": "bf16", **CACHES, **forest, "parts": "fp32", "logs": "fp32"}

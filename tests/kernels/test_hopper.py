@@ -88,6 +88,13 @@ def test_weights_are_under_way_before_a_kernel_waits(compiled: dict[str, dict[st
         assert fact["stack"] == 0, name
 
 
+def test_decoding_waits_before_it_reads_anything(compiled: dict[str, dict[str, Any]]) -> None:
+    """Lengths, page tables and pieces were written in the same step."""
+    for name in (name for name in compiled if name.startswith(("decode", "shared"))):
+        assert compiled[name]["lets_next_begin_at_once"], name
+        assert compiled[name]["loads_before_waiting"] == 0, name
+
+
 def test_heads_are_read_and_written_whole(compiled: dict[str, dict[str, Any]]) -> None:
     fact = compiled["rotate and store"]
     assert fact["lets_next_begin_at_once"]

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
 from tokenmill.kernels.triton_attention import PagedRows
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
 
@@ -131,6 +132,7 @@ def _attend_shared(
         BLOCK_DIM=block_dim,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **overlap_options(q_RHD.device),
     )
 
 
@@ -183,6 +185,7 @@ def _attend_own(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=DECODE_REGISTERS,
+        **overlap_options(q_RHD.device),
     )
 
 
@@ -218,6 +221,7 @@ def _combine(
         BLOCK_PIECES=4 if many else 32,
         BLOCK_DIM=_block(head_dim),
         num_warps=1 if many else 4,
+        **overlap_options(out_RHD.device),
     )
 
 
@@ -391,8 +395,11 @@ def _shared_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Go through the step's items, one key head at a time: how many there are is known on the device only."""
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     columns = tl.arange(0, BLOCK_DIM)
     queries = tl.arange(0, BLOCK_M)
     for work in range(tl.program_id(0), tl.load(num_items) * KEY_HEADS, tl.num_programs(0)):
@@ -474,7 +481,10 @@ def _own_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
@@ -539,8 +549,11 @@ def _combine_kernel(
     MAX_PIECES: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Weigh the pieces of one head of one row by their share of the softmax's denominator."""
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(lengths + row)
