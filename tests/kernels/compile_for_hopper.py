@@ -83,6 +83,11 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         # Of a kernel that waits for the one before it: what it does until then.
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
         "loads_before_waiting": len(re.findall(r"\bLDG\b", sass.partition("ACQBULK")[0])),
+        # A barrier, then everything stored becomes visible on the device, one thread counts, and what this
+        # processor has cached is dropped before the others go on.
+        "counts_arrivals": bool(
+            re.search(r"BAR\.SYNC.*MEMBAR\.\w+\.GPU.*ATOMG.*CCTL\.IVALL.*BAR\.SYNC", sass, re.DOTALL)
+        ),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 
@@ -147,6 +152,7 @@ def decode(
     head_dim: int, group: int, *, fold: int = 1, single: bool = False, shared: bool = False
 ) -> dict[str, Any]:
     block_dim = triton.next_power_of_2(head_dim * fold)
+    block_heads = triton.next_power_of_2(group * fold)
     tiling = triton_decode.decode_tiling(block_dim, 2)
     constants = {
         "GROUP": group,
@@ -159,10 +165,13 @@ def decode(
         "BLOCK_G": max(16, triton.next_power_of_2(group * fold)),
         "BLOCK_N": tiling.keys,
         "BLOCK_DIM": block_dim,
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_PIECES": triton_decode._merged_pieces(block_heads * block_dim // fold, tiling.num_warps),
         "OVERLAP": True,
     }
     forest = {"own_starts": "i32", "num_pieces": "i32"}
     pointers = {"q": "bf16", **CACHES, **forest, "out": "bf16", "parts": "fp32", "logs": "fp32"}
+    pointers["arrivals"] = "i32"
     scalars = {
         "scale_log2": "fp32",
         "max_splits": "i32",
@@ -314,6 +323,8 @@ if __name__ == "__main__":
             "decode 128 split": decode(128, 4),
             "decode 64 own": decode(64, 7, fold=2, shared=True),
             "decode 128 own": decode(128, 2, shared=True),
+            "decode 128 one key head": decode(128, 16),
+            "decode 256 split": decode(256, 4),
             "shared 64": shared(64, 7),
             "shared 128": shared(128, 2),
             "shared 256": shared(256, 2),
