@@ -65,42 +65,31 @@ def seconds_each(calls: Iterable[Callable[[], object]]) -> float:
     return statistics.median(times)
 
 
-def paged_rows(
-    batch: int, context: int, kv_heads: int, head_dim: int, *, shortest: int | None = None
-) -> PagedRows:
-    """Rows on shuffled pages, of one length or of any from `shortest` to `context`."""
+def paged_rows(batch: int, context: int, kv_heads: int, head_dim: int) -> PagedRows:
+    """Rows of one length on shuffled pages."""
     pages = context // PAGE_SIZE
     shape = (batch * pages, PAGE_SIZE, kv_heads, head_dim)
     keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
-    generator = torch.Generator("cuda").manual_seed(batch)
-    lengths = torch.randint(shortest or context, context + 1, (batch,), generator=generator, device="cuda")
-    return PagedRows(keys, values, table, lengths.to(torch.int32))
+    return PagedRows(keys, values, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"))
 
 
-def decode_seconds(
-    batch: int, context: int, heads: tuple[int, int, int], *, shortest: int | None = None, bound: int = 0
-) -> tuple[float, float]:
-    """Time of decode attention, over as many separate caches as exceed the L2 cache, and bytes that it reads.
-
-    The kernels are told that no row is longer than `bound`.
-    """
+def decode_seconds(batch: int, context: int, heads: tuple[int, int, int]) -> float:
+    """Time of decode attention, over as many separate caches as exceed the L2 cache."""
     num_heads, kv_heads, head_dim = heads
     cache_bytes = batch * context * kv_heads * head_dim * 4
     num_caches = max(2, min(800, int(COLD_BYTES / cache_bytes) + 1))
-    caches = [paged_rows(batch, context, kv_heads, head_dim, shortest=shortest) for _ in range(num_caches)]
+    caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     attend = partial(
         triton_decode.decode,
         q,
-        arrivals=triton_decode.arrival_counters(q.device),
         scale=head_dim**-0.5,
         window=None,
-        longest=max(context, bound),
+        longest=context,
         out_RHD=torch.empty_like(q),
     )
-    seconds = seconds_each([partial(attend, rows) for rows in caches] * (4 if num_caches < 8 else 1))
-    return seconds, float(caches[0].lengths_R.sum()) * kv_heads * head_dim * 4
+    return seconds_each([partial(attend, rows) for rows in caches] * (4 if num_caches < 8 else 1))
 
 
 def report_decode() -> None:
@@ -109,25 +98,10 @@ def report_decode() -> None:
     for heads, batch in itertools.product(HEADS, BATCHES):
         cells = []
         for context in CONTEXTS:
-            seconds, read = decode_seconds(batch, context, heads)
-            rate = read / seconds
+            seconds = decode_seconds(batch, context, heads)
+            rate = batch * context * heads[1] * heads[2] * 4 / seconds
             cells.append(f"{rate / 1e9:6.0f} ({rate / PEAK_BYTES_PER_SECOND:4.0%}) {seconds * 1e6:8.1f}")
         print(f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} " + " ".join(f"{cell:>24}" for cell in cells))
-
-
-def report_ragged() -> None:
-    print(
-        "\ndecode attention of rows of 100 to 2048 keys, as in a captured step of a model of 32768 positions"
-    )
-    for heads, batch in itertools.product(HEADS, (1, 16, 64, 256, 1024)):
-        seconds, read = decode_seconds(batch, 2048, heads, shortest=100, bound=32768)
-        rate = read / seconds
-        share = rate / PEAK_BYTES_PER_SECOND
-        print(
-            f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} {rate / 1e9:6.0f} ({share:4.0%}) "
-            f"{seconds * 1e6:8.1f}",
-            flush=True,
-        )
 
 
 def prefill_call(
@@ -223,35 +197,25 @@ def report_small_kernels() -> None:
 
 def tune_decode() -> None:
     """Tilings, folding and splits of decode attention, the best first for each case."""
-    cases = [(1, 1024), (1, 4096), (16, 1024), (64, 2048), (256, 2048)]
-    tiers = triton_decode.SPLITS_OF_MANY_STREAMS
-    settings = [
-        (1024, 64, tiers),
-        (1024, 128, tuple((least, splits, 512) for least, splits, _ in tiers)),
-        (1024, 256, tuple((least, splits, 1024) for least, splits, _ in tiers)),
-        (512, 64, tuple((least, 2, shortest) for least, _, shortest in tiers)),
-        (512, 128, tuple((least, 1, shortest) for least, _, shortest in tiers)),
-    ]
+    cases = [(1, 4096), (16, 1024), (256, 1024), (256, 300)]
     for heads, (batch, context) in itertools.product(HEADS, cases):
         found = []
         folds = (64, 128) if heads[2] == 64 else (128,)
-        for fold, tile_bytes, stages in itertools.product(folds, (8192, 16384), (5,)):
+        for fold, tile_bytes, stages in itertools.product(folds, (8192, 16384), (3, 5)):
             triton_decode.FOLDED_DIM = fold
             triton_decode.decode_tiling = lambda block_dim, size, *, tile=(tile_bytes, stages): Tiling(
                 min(128, max(16, tile[0] // (block_dim * size))), 4, tile[1]
             )
-            for programs, few, many in settings:
+            for programs, few, many in ((512, 64, 512), (1024, 64, 512), (1024, 128, 1024)):
                 triton_decode.DECODE_PROGRAMS = programs
-                triton_decode.SPLIT_KEYS = few
-                triton_decode.SPLITS_OF_MANY_STREAMS = many
+                triton_decode.SPLIT_KEYS_FEW_ROWS = few
+                triton_decode.SPLIT_KEYS_MANY_ROWS = many
                 setting = (
                     f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}, heads as {fold}"
                 )
-                shortest = context if batch == 1 else 100
-                seconds, read = decode_seconds(batch, context, heads, shortest=shortest, bound=32768)
-                found.append((seconds, setting))
-        floor = read / PEAK_BYTES_PER_SECOND * 1e6
-        title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, up to {context} keys"
+                found.append((decode_seconds(batch, context, heads), setting))
+        floor = batch * context * heads[1] * heads[2] * 4 / PEAK_BYTES_PER_SECOND * 1e6
+        title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"
         print(f"\n{title}: floor {floor:.1f} us", flush=True)
         for seconds, setting in sorted(found)[:4]:
             print(f"  {seconds * 1e6:8.1f} us  {setting}")
@@ -293,18 +257,10 @@ def shared_seconds(
     q = torch.randn(cases[0][0].lengths_R.shape[0], heads[0], heads[2], dtype=torch.bfloat16, device="cuda")
     outs = [torch.empty_like(q) for _ in range(2)]
     longest = forest[2] + forest[3]
-    arrivals = triton_decode.arrival_counters(q.device)
 
     def call(rows: PagedRows, shared: SharedPrefixes | None, out: torch.Tensor) -> None:
         triton_decode.decode(
-            q,
-            rows,
-            arrivals=arrivals,
-            scale=heads[2] ** -0.5,
-            window=None,
-            longest=longest,
-            out_RHD=out,
-            shared=shared,
+            q, rows, scale=heads[2] ** -0.5, window=None, longest=longest, out_RHD=out, shared=shared
         )
 
     plain = seconds_each([partial(call, rows, None, outs[0]) for rows, _ in cases])
@@ -434,8 +390,8 @@ def main() -> None:
     tune = parser.parse_args().tune
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, pages of {PAGE_SIZE} tokens")
     for part in {
-        None: (report_decode, report_ragged, report_shared, report_prefill, report_small_kernels),
-        "decode": (report_ragged, tune_decode),
+        None: (report_decode, report_shared, report_prefill, report_small_kernels),
+        "decode": (tune_decode,),
         "shared": (report_shared, tune_shared),
         "prefill": (tune_prefill,),
     }[tune]:

@@ -1,13 +1,12 @@
-"""A decode step without drawing: what products of a few rows and the kernels between them cost.
+"""A decode step without attention and drawing: what products of a few rows and the kernels between them cost.
 
     python benchmarks/linear.py                       # check, then separate kernels against fused ones
-    python benchmarks/linear.py --context 1024        # the same with attention to so many keys in each row
-    python benchmarks/linear.py --tune 1              # kernels and tilings at one row (or two), in the step
+    python benchmarks/linear.py --tune 1              # kernels and tilings at one row, in the step
+    python benchmarks/linear.py --tune 8              # the same at eight rows
 
 A step is one captured graph over random weights in the shapes of a public model, each layer with its own, so
-that nothing stays in the cache, nor do keys and values, if there are any. `separate` is cuBLAS and one kernel
-for each operation, `fused` what `kernels/linear.py` and the attention backend choose, `overlap` the same with
-programmatic dependent launch.
+that nothing stays in the cache. `separate` is cuBLAS and one kernel for each operation, `fused` what
+`kernels/linear.py` and the attention backend choose, `overlap` the same with programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,21 +22,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tokenmill.kernels import linear, triton_decode, triton_linear, triton_overlap
+from tokenmill.kernels import linear, triton_linear, triton_overlap
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.linear import add_norm_linear, add_norm_linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
 from tokenmill.kernels.rotary import rotate
-from tokenmill.kernels.triton_attention import PagedRows, store
-from tokenmill.kernels.triton_linear import LinearTiling
+from tokenmill.kernels.triton_attention import store
+from tokenmill.kernels.triton_linear import MatrixTiling, VectorTiling
 from tokenmill.kernels.triton_rotary import rotate_and_store
 
 PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
 REPLAYS = 15
 PAGE_SIZE = 16
-MOST_POSITIONS = 32768  # of a row, as far as a captured step knows
-ROWS = (1, 2, 4, 16, 64)
+ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -73,26 +70,17 @@ class Layer:
     down: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Where a layer puts the step's keys and values, and the rows it attends to; None: no attention."""
-
-    slots: CacheSlots
-    rows: PagedRows | None
-
-
 class Network:
     """The layers of a model and its output layer, with the inputs of a step of `rows` tokens."""
 
-    def __init__(self, shape: Shape, context: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         def weights(*size: int) -> torch.Tensor:
             return torch.randn(size, dtype=torch.bfloat16, device="cuda") * size[-1] ** -0.5
 
         def norm(size: int) -> torch.Tensor:
             return 1 + torch.randn(size, dtype=torch.bfloat16, device="cuda") / 8
 
-        self.shape, self.context = shape, context
-        self.arrivals = triton_decode.arrival_counters(torch.device("cuda"))
+        self.shape = shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
         self.layers = [
             Layer(
@@ -109,52 +97,26 @@ class Network:
         ]
         self.head = weights(shape.vocab, shape.hidden)
 
-    def num_bytes(self, rows: int) -> int:
+    def num_bytes(self) -> int:
         layer = self.layers[0]
         matrices = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        weights = len(self.layers) * sum(matrix.numel() for matrix in matrices) + self.head.numel()
-        numbers_of_a_key = 2 * self.shape.kv_heads * self.shape.head_dim * len(self.layers)
-        return 2 * (weights + rows * self.context * numbers_of_a_key)
+        return 2 * (len(self.layers) * sum(matrix.numel() for matrix in matrices) + self.head.numel())
 
     def inputs(self, rows: int) -> dict[str, Any]:
         shape = self.shape
         angles = torch.rand(rows, shape.head_dim // 2, device="cuda") * 100
+        caches = torch.zeros(2, 64, PAGE_SIZE, shape.kv_heads, shape.head_dim, device="cuda").bfloat16()
         return {
             "x": torch.randn(rows, shape.hidden, dtype=torch.bfloat16, device="cuda"),
             "rotation": (angles.cos().bfloat16(), angles.sin().bfloat16()),
-            "caches": [self.cache(rows) for _ in self.layers],
+            "cache": CacheSlots(caches[0], caches[1], torch.randperm(64 * PAGE_SIZE, device="cuda")[:rows]),
         }
 
-    def cache(self, rows: int) -> Cache:
-        """Rows of `context` keys on shuffled pages, the last of them the step's own."""
-        columns = max(1, self.context // PAGE_SIZE)
-        shape = (rows * columns, PAGE_SIZE, self.shape.kv_heads, self.shape.head_dim)
-        keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        table = torch.randperm(rows * columns, dtype=torch.int32, device="cuda").view(rows, columns)
-        slots = CacheSlots(keys, values, table[:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1)
-        lengths = torch.full((rows,), columns * PAGE_SIZE, dtype=torch.int32, device="cuda")
-        return Cache(slots, PagedRows(keys, values, table, lengths) if self.context else None)
-
-    def attend(self, q: torch.Tensor, cache: Cache) -> torch.Tensor:
-        if cache.rows is None:
-            return q
-        out = torch.empty_like(q)
-        triton_decode.decode(
-            q,
-            cache.rows,
-            arrivals=self.arrivals,
-            scale=self.shape.head_dim**-0.5,
-            window=None,
-            longest=MOST_POSITIONS,
-            out_RHD=out,
-        )
-        return out
-
-    def separate(self, x: torch.Tensor, rotation: Any, caches: list[Cache]) -> torch.Tensor:
+    def separate(self, x: torch.Tensor, rotation: Any, cache: CacheSlots) -> torch.Tensor:
         """Logits, every operation a kernel of its own."""
         shape, residual = self.shape, torch.zeros_like(x)
         heads = [shape.heads, shape.kv_heads, shape.kv_heads]
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer in self.layers:
             x, residual = add_rms_norm(x, residual, layer.input_norm.weight_I, layer.input_norm.epsilon)
             qkv = F.linear(x, layer.qkv, layer.qkv_bias)
             q, k, v = qkv.view(len(x), -1, shape.head_dim).split(heads, dim=1)
@@ -165,25 +127,25 @@ class Network:
             store(
                 k,
                 v,
-                slots_T=cache.slots.slots_T,
-                key_cache_NBKD=cache.slots.key_cache_NBKD,
-                value_cache_NBKD=cache.slots.value_cache_NBKD,
+                slots_T=cache.slots_T,
+                key_cache_NBKD=cache.key_cache_NBKD,
+                value_cache_NBKD=cache.value_cache_NBKD,
             )
-            x = F.linear(self.attend(q, cache).flatten(1), layer.output)
+            x = F.linear(q.flatten(1), layer.output)
             x, residual = add_rms_norm(x, residual, layer.inner_norm.weight_I, layer.inner_norm.epsilon)
             x = F.linear(gated_silu(F.linear(x, layer.gate_up)), layer.down)
         return F.linear(x + residual, self.head)
 
-    def fused(self, x: torch.Tensor, rotation: Any, caches: list[Cache]) -> torch.Tensor:
+    def fused(self, x: torch.Tensor, rotation: Any, cache: CacheSlots) -> torch.Tensor:
         """Logits, by the kernels chosen for so many rows."""
         residual = torch.zeros_like(x)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer in self.layers:
             qkv, residual = add_norm_linear(
                 x, residual, layer.input_norm, weight_OI=layer.qkv, bias_O=layer.qkv_bias
             )
             product = qkv.view(len(x), -1, self.shape.head_dim)
-            q, _ = rotate_and_store(product, rotation, layer.head_norms, cache.slots)
-            x = linear.linear(self.attend(q, cache).flatten(1), layer.output, None)
+            q, _ = rotate_and_store(product, rotation, layer.head_norms, cache)
+            x = linear.linear(q.flatten(1), layer.output, None)
             x, residual = add_norm_linear(
                 x, residual, layer.inner_norm, weight_OI=layer.gate_up, bias_O=None, gated=True
             )
@@ -260,17 +222,17 @@ def check_products(network: Network, rows: int) -> str:
     return f"{worst:.2f}"
 
 
-def report(name: str, rows_of_steps: list[int], context: int) -> None:
+def report(name: str) -> None:
     """One line for each number of rows."""
-    network = Network(MODELS[name], context)
-    print(f"\n{name}, {context} keys in each row", flush=True)
-    print(f"{'rows':>5} {'separate':>9} {'fused':>9} {'overlap':>9} {'floor':>9}  error, difference, stable")
-    for rows in rows_of_steps:
-        floor = network.num_bytes(rows) / PEAK_BYTES_PER_SECOND * 1e3
+    network = Network(MODELS[name])
+    floor = network.num_bytes() / PEAK_BYTES_PER_SECOND * 1e3
+    print(f"\n{name}: floor {floor:.3f} ms", flush=True)
+    print(f"{'rows':>5} {'separate':>9} {'fused':>9} {'overlap':>9} {'share':>6}  error, difference, stable")
+    for rows in ROWS:
         inputs = network.inputs(rows)
+        graph, plain = captured(network.separate, inputs)
+        separate = milliseconds(graph)
         with overlapping(False):
-            graph, plain = captured(network.separate, inputs)
-            separate = milliseconds(graph)
             graph, fused = captured(network.fused, inputs)
             alone = milliseconds(graph)
         with overlapping(True):
@@ -283,7 +245,7 @@ def report(name: str, rows_of_steps: list[int], context: int) -> None:
                 stable &= torch.equal(logits, fused)
             error = check_products(network, rows)
         print(
-            f"{rows:>5} {separate:9.3f} {alone:9.3f} {overlap:9.3f} {floor:9.3f}  "
+            f"{rows:>5} {separate:9.3f} {alone:9.3f} {overlap:9.3f} {floor / overlap:6.0%}  "
             f"{error}, {relative_error(fused, plain):.4f}, {stable}",
             flush=True,
         )
@@ -292,28 +254,46 @@ def report(name: str, rows_of_steps: list[int], context: int) -> None:
 # ── tuning ────────────────────────────────────────────────────────────────────────────────────
 
 
-def candidates(size: int, num_outputs: int, gated: bool) -> Iterator[LinearTiling]:
-    chosen = triton_linear.choose_tiling(size, num_outputs, gated)
-    for outputs, warps in itertools.product((1, 2, 4, 8, 16), (4, 8, 16)):
-        held = outputs * (2 if gated else 1) * size / (32 * warps)
-        if 12 <= held <= 128 and 256 * warps <= max(1024, 2 * size) and chosen.outputs / 4 <= outputs:
-            yield LinearTiling(outputs, warps)
+def candidates(size: int, num_outputs: int, gated: bool, rows: int) -> Iterator[Any]:
+    if rows <= triton_linear.VECTOR_ROWS:
+        chosen = triton_linear.vector_tiling(size, num_outputs, gated)
+        for outputs, warps in itertools.product((1, 2, 4, 8, 16), (4, 8, 16)):
+            held = outputs * (2 if gated else 1) * size / (32 * warps)
+            if 12 <= held <= 128 and 256 * warps <= max(1024, 2 * size) and chosen.outputs / 4 <= outputs:
+                yield VectorTiling(outputs, warps)
+        return
+    layouts = ((64, 4), (128, 4), (64, 8))
+    for outputs, (inputs, warps), stages in itertools.product((16, 32), layouts, (3, 4, 6)):
+        stage_bytes = 2 * warps * inputs * (16 + outputs * (2 if gated else 1))
+        if stage_bytes * stages <= 150_000:
+            yield MatrixTiling(outputs, inputs, warps, stages)
 
 
-def compare_ways(network: Network, inputs: dict[str, Any]) -> None:
-    """Every product by cuBLAS, and every product streamed."""
-    before = linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES
-    for title, rows, small in (("cuBLAS", 0, 0), ("streamed", len(inputs["x"]), sys.maxsize)):
-        linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES = rows, small
+def compare_ways(network: Network, inputs: dict[str, Any], rows: int) -> None:
+    """The three numbers of rows at which another kernel is chosen, set so that each way is taken."""
+    constants = [
+        (linear, "STREAMED_ROWS"),
+        (linear, "NORMED_ROWS"),
+        (triton_linear, "VECTOR_ROWS"),
+    ]
+    before = [getattr(module, name) for module, name in constants]
+    ways = {"cuBLAS": (0, 0, 0), "tiles": (rows, 0, 0)}
+    if rows <= 4:
+        ways |= {"registers": (rows, 0, rows), "registers after a norm": (rows, rows, rows)}
+    for title, values in ways.items():
+        for (module, name), value in zip(constants, values, strict=True):
+            setattr(module, name, value)
         print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
-    linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES = before
+    for (module, name), value in zip(constants, before, strict=True):
+        setattr(module, name, value)
 
 
 def tune(name: str, rows: int) -> None:
     """Each product's tilings in turn, the others as chosen: the time of the whole step, the best first."""
-    network = Network(MODELS[name], 0)
+    network = Network(MODELS[name])
     inputs, shape = network.inputs(rows), network.shape
-    original = triton_linear.choose_tiling
+    choice = "vector_tiling" if rows <= triton_linear.VECTOR_ROWS else "matrix_tiling"
+    original = getattr(triton_linear, choice)
     products = {
         "qkv": (shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, False),
         "output": (shape.heads * shape.head_dim, shape.hidden, False),
@@ -323,17 +303,20 @@ def tune(name: str, rows: int) -> None:
     }
     now = milliseconds(captured(network.fused, inputs)[0])
     print(f"\n{name}, {rows} rows: {now:.3f} ms with the chosen tilings", flush=True)
-    compare_ways(network, inputs)
+    compare_ways(network, inputs, rows)
     for title, product in products.items():
         found = []
-        for tiling in candidates(*product):
+        for tiling in candidates(*product, rows):
 
             def one(*key: Any, tiling: Any = tiling, product: Any = product) -> Any:
                 return tiling if key == product else original(*key)
 
-            triton_linear.choose_tiling = one
-            found.append((milliseconds(captured(network.fused, inputs)[0]), str(tiling)))
-        triton_linear.choose_tiling = original
+            setattr(triton_linear, choice, one)
+            try:
+                found.append((milliseconds(captured(network.fused, inputs)[0]), str(tiling)))
+            except Exception as error:  # too much shared memory: not a candidate
+                print(f"  {title} {tiling}: {type(error).__name__}")
+        setattr(triton_linear, choice, original)
         print(f"  {title}: chosen {original(*product)}")
         for milli, tiling in sorted(found)[:4]:
             print(f"    {milli:8.3f} ms  {tiling}", flush=True)
@@ -347,8 +330,6 @@ def main() -> None:
     parser.add_argument(
         "--tune", type=int, metavar="ROWS", help="compare kernels and tilings at so many rows"
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--context", type=int, default=0, help="keys in each row; 0: no attention")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, milliseconds of a step")
     for name in arguments.models:
@@ -356,7 +337,7 @@ def main() -> None:
             if arguments.tune:
                 tune(name, arguments.tune)
             else:
-                report(name, arguments.rows, arguments.context)
+                report(name)
         torch.cuda.empty_cache()
 
 

@@ -95,60 +95,6 @@ def test_more_keys_than_the_most_splits_hold_at_their_shortest(
     assert error(ragged, triton_device, spec, [(1, 1500), (1, 90)]) < LIMITS[torch.float32]
 
 
-@pytest.mark.parametrize("tiers", [((2, 4, 64),), ((3, 2, 128), (2, 4, 64)), ((1, 1, 64),)])
-def test_few_splits_where_streams_are_many(
-    ragged: SimpleNamespace,
-    triton_device: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tiers: tuple[tuple[int, int, int], ...],
-) -> None:
-    from tokenmill.kernels import triton_decode
-
-    monkeypatch.setattr(triton_decode, "SPLITS_OF_MANY_STREAMS", tiers)
-    spec = AttentionSpec(2, 1, 64, scale=0.125)
-    assert error(ragged, triton_device, spec, [(1, 500), (1, 130), (1, 1)]) < LIMITS[torch.float32]
-
-
-def test_more_streams_than_can_be_counted_are_not_split(
-    ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tokenmill.kernels import triton_decode
-
-    monkeypatch.setattr(triton_decode, "COUNTED_STREAMS", 3)
-    spec = AttentionSpec(4, 2, 128, scale=0.125)
-    assert error(ragged, triton_device, spec, [(1, 300), (1, 1)]) < LIMITS[torch.float32]
-
-
-def test_counters_are_zero_again_and_answers_the_same(ragged: SimpleNamespace, triton_device: str) -> None:
-    spec = AttentionSpec(4, 2, 64, scale=0.125)
-    rows = [(1, 300), (1, 64), (1, 129)]
-    step = ragged.ragged_step(spec, rows, page_size=16, dtype=torch.float32, seed=8, device=triton_device)
-    backend, other = (
-        create_backend("triton", [spec], [step.key_cache], [step.value_cache], 16) for _ in range(2)
-    )
-    outs = []
-    for each in (backend, backend, other):
-        each.plan(step.layout)
-        outs.append(each.run(step.q, step.k, step.v, 0))
-        assert not each._arrivals.any()
-    assert all(torch.equal(out, outs[0]) for out in outs[1:])
-    assert backend._arrivals.data_ptr() != other._arrivals.data_ptr()
-
-
-@pytest.mark.parametrize("streams", [1, 8, 100, 255, 256, 1023, 1024, 4096, 2**16, 2**16 + 1])
-def test_splits_fill_the_device_and_are_no_more_than_the_longest_row_needs(streams: int) -> None:
-    from tokenmill.kernels.triton_decode import DECODE_PROGRAMS, MAX_SPLITS, split_limits
-
-    for longest in (1, 64, 65, 1024, 1025, 100_000):
-        splits, shortest = split_limits(streams, longest)
-        assert 1 <= splits <= MAX_SPLITS
-        assert (splits - 1) * shortest < longest
-        if longest == 100_000 and streams < 256:
-            assert splits == MAX_SPLITS or DECODE_PROGRAMS <= splits * streams < 2 * DECODE_PROGRAMS
-        if streams > 2**16:
-            assert splits == 1
-
-
 def test_more_rows_than_one_search_looks_at(
     ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,6 @@ import torch
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec, Backend
-from tokenmill.kernels.linear import add_norm_linear, linear
-from tokenmill.kernels.operands import Norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,89 +121,6 @@ def test_prompts_of_every_head_size(
     rows = [(1, 900), (2100, 2100), (513, 2950), (65, 2000), (7, 7)]
     step = ragged.ragged_step(spec, rows, page_size=16, dtype=dtype, seed=head_dim, device="cuda")
     assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 40, 300])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS[:3])
-def test_splits_are_put_together_by_whoever_is_last(
-    ragged: SimpleNamespace, batch: int, heads: int, kv_heads: int, head_dim: int
-) -> None:
-    """The same bits every time, whoever that was, and counters that are zero again."""
-    draw = random.Random(batch)
-    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
-    rows = [(1, draw.randint(1, 3000)) for _ in range(batch)]
-    step = ragged.ragged_step(spec, rows, page_size=16, dtype=torch.bfloat16, seed=batch, device="cuda")
-    backend: Any = backend_for(step, spec, 16)
-    first = answer(backend, step)
-    assert ragged.relative_error(first, step.expected) < LIMITS[torch.bfloat16]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [answer(backend, step) for _ in range(10)]
-    for _ in range(20):
-        for out in outs:
-            out.fill_(torch.nan)
-        graph.replay()
-        assert all(torch.equal(out, first) for out in outs)
-        assert not backend._arrivals.any()
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS[:3])
-def test_layers_that_overlap_give_the_bits_of_layers_that_do_not(
-    ragged: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-) -> None:
-    """From a norm to the next: each layer attends to what it has just stored, and feeds the next one."""
-    draw = random.Random(batch)
-    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
-    rows = [(1, draw.randint(1, 2000)) for _ in range(batch)]
-    step = ragged.ragged_step(spec, rows, page_size=16, dtype=torch.bfloat16, seed=batch, device="cuda")
-    backend = backend_for(step, spec, 16)
-    hidden, inner = heads * head_dim, 512
-    generator = torch.Generator("cuda").manual_seed(batch)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, device="cuda") * shape[-1] ** -0.5
-        return values.to(torch.bfloat16)
-
-    qkv, output = numbers(hidden + 2 * kv_heads * head_dim, hidden), numbers(hidden, hidden)
-    gate_up, down = numbers(2 * inner, hidden), numbers(hidden, inner)
-    norm = Norm(torch.ones(hidden, dtype=torch.bfloat16, device="cuda"), 1e-6)
-    angles = torch.rand(batch, head_dim // 2, generator=generator, device="cuda") * 100
-    rotation = angles.cos().bfloat16(), angles.sin().bfloat16()
-    start = numbers(batch, hidden)
-
-    def layers() -> torch.Tensor:
-        backend.plan(step.layout)
-        x, residual = start, torch.zeros_like(start)
-        for _ in range(20):
-            product, residual = add_norm_linear(x, residual, norm, weight_OI=qkv, bias_O=None)
-            attended = backend.run_product(product.view(batch, -1, head_dim), rotation, None, 0)
-            x = linear(attended.flatten(1), output, None)
-            x, residual = add_norm_linear(x, residual, norm, weight_OI=gate_up, bias_O=None, gated=True)
-            x = linear(x, down, None)
-        return x + residual
-
-    from tokenmill.kernels import triton_overlap
-
-    graphs, outs = [], []
-    for enabled in (False, True):
-        monkeypatch.setattr(triton_overlap, "ENABLED", enabled)
-        layers()
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            outs.append(layers())
-    graphs[0].replay()
-    assert outs[0].isfinite().all()
-    for _ in range(30):
-        outs[1].fill_(torch.nan)
-        graphs[1].replay()
-        assert torch.equal(outs[1], outs[0])
 
 
 def test_a_captured_step_follows_the_device(ragged: SimpleNamespace) -> None:

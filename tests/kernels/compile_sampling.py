@@ -27,14 +27,14 @@ def variants() -> dict[str, object]:
             sampling._read_kernel,
             rows | facts | {"stripe_maxima": "fp32"},
             SCALARS,
-            {"FILTERS": filters, "OVERLAP": True},
+            {"FILTERS": filters},
             num_warps=8,
         )
     found["draw"] = COMPILED(
         sampling._draw_kernel,
         rows | LIMITS | facts,
         SCALARS,
-        {"FILTERS": True, "BLOCKS_PADDED": 64, "OVERLAP": True},
+        {"FILTERS": True, "BLOCKS_PADDED": 64},
         num_warps=8,
     )
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
@@ -42,7 +42,7 @@ def variants() -> dict[str, object]:
             sampling._draw_filtered_kernel,
             rows | LIMITS | {"logits": dtype, "block_sums": "i64", "stripe_maxima": "fp32", "listed": "i32"},
             SCALARS,
-            {"BLOCKS_PADDED": 64, "STRIPES_PADDED": 4096, "SHIFT": shift, "OVERLAP": True},
+            {"BLOCKS_PADDED": 64, "STRIPES_PADDED": 4096, "SHIFT": shift},
             num_warps=8,
         )
     return found

@@ -50,7 +50,6 @@ class TritonBackend:
         self._key_caches = tuple(key_caches)
         self._value_caches = tuple(value_caches)
         self._work: _Work | None = None
-        self._arrivals = triton_decode.arrival_counters(key_caches[0].device)
         self.sharing = _sharing_costs(self._specs, self._key_caches)
 
     def plan(self, layout: StepLayout) -> None:
@@ -101,7 +100,6 @@ class TritonBackend:
             triton_decode.decode(
                 q_THD[:split],
                 self._rows(layout, layer, slice(0, split)),
-                arrivals=self._arrivals,
                 scale=spec.scale,
                 window=spec.window,
                 longest=work.longest_decode,

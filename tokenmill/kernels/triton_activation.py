@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
-
 BLOCK = 1024
 
 
@@ -20,16 +18,12 @@ def gated_silu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     flat = gate_up_T2F.reshape(-1, 2 * size)
     out = torch.empty((*gate_up_T2F.shape[:-1], size), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     grid = (flat.shape[0], triton.cdiv(size, BLOCK))
-    _gated_silu_kernel[grid](
-        flat, out, size, flat.stride(0), BLOCK_SIZE=BLOCK, **overlap_options(flat.device)
-    )
+    _gated_silu_kernel[grid](flat, out, size, flat.stride(0), BLOCK_SIZE=BLOCK)
     return out
 
 
 @triton.jit
-def _gated_silu_kernel(gate_up, out, size, stride, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr):
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
+def _gated_silu_kernel(gate_up, out, size, stride, BLOCK_SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     keep = columns < size

@@ -3,8 +3,7 @@
 A program streams the keys of a row, or of one split of it. Keys that several rows share may be left out of
 that and read once for all of them, by programs that hold the queries of many rows (`sharing.py`). Whoever
 sees only some keys of a row leaves a piece: the answer for those keys, and the logarithm of the sum of their
-weights. The last program of a row and key head to leave one puts all of them together, in the order of the
-keys, so that the result does not depend on who was last.
+weights. A last kernel puts the pieces of a row together, in the order of its keys.
 
 Letters as in `attention/base.py`. The reference is `attention/torch_backend.py`. Nothing here waits for the
 device, and a launch depends on host numbers only through upper bounds, so that it can be captured in a CUDA
@@ -23,33 +22,28 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes
+from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
 from tokenmill.kernels.triton_attention import PagedRows
-from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
 
+# Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop
 DECODE_REGISTERS = 168  # for three programs to a processor; the assembler alone would spill to fit a fourth
-
-# A stream is a row with a key head (or with those that a program takes together). Splits fill the device when
-# streams are few, and even out rows of different lengths when they are many: then they are few and long, for
-# a captured step starts all of them, and a program that finds nothing to do still costs about a microsecond.
 DECODE_PROGRAMS = 1024  # wanted on the device: some eight for each of its processors
 MAX_SPLITS = 64
-SPLIT_KEYS = 64  # shortest split worth putting together again
-# From so many streams on: most splits of a row, shortest split.
-SPLITS_OF_MANY_STREAMS = ((1024, 4, 1024), (256, 4, 512))
-COUNTED_STREAMS = 2**16  # with more there are no splits, and nothing to count
-MERGED_NUMBERS = 72  # that a thread holds at a time of the pieces to put together, and of their sum
-MERGED_PIECES = 32  # at a time; more are rare
-
+SPLIT_KEYS_FEW_ROWS = 64  # shortest split worth its combination
+SPLIT_KEYS_MANY_ROWS = 512
+SPLITS_MANY_ROWS = 4
 # A program takes several small key heads as if they were one of this size: see `_folded_heads`.
 FOLDED_DIM = 128
 FOLDED_QUERIES = 16  # the fewest that a tensor core multiplies at a time
 
 SHARED_QUERIES = 64  # of a program that reads a shared segment
 SHARED_PROGRAMS = 264  # that run at the same time and go through the items of a step: two for each processor
+
+MAX_PIECES = MAX_SPLITS + most_pieces(1)
+COMBINE_PROGRAMS_MANY = 2048  # from so many on, a program takes few pieces at once and one warp
 
 
 # ── launching ─────────────────────────────────────────────────────────────────────────────────
@@ -63,19 +57,10 @@ class _Pieces:
     logs_RHP: torch.Tensor  # float32, log2 of the sum of their weights
 
 
-def arrival_counters(device: torch.device) -> torch.Tensor:
-    """What `decode` counts programs with: zeros, which it leaves as zeros.
-
-    Calls that can run at the same time, on several streams of a device, need counters of their own.
-    """
-    return torch.zeros(COUNTED_STREAMS, dtype=torch.int32, device=device)
-
-
 def decode(
     q_RHD: torch.Tensor,
     rows: PagedRows,
     *,
-    arrivals: torch.Tensor,
     scale: float,
     window: int | None,
     longest: int,
@@ -84,8 +69,7 @@ def decode(
 ) -> None:
     """Attention of one query per row, its last token, written to `out_RHD`.
 
-    `arrivals` are of `arrival_counters`. `longest` bounds the rows' lengths (a larger bound only costs time).
-    A row of length 0 is left unwritten.
+    `longest` bounds the rows' lengths (a larger bound only costs time). A row of length 0 is left unwritten.
     With a window, `shared` is of no use: everything is read row by row.
     """
     num_rows, num_heads, head_dim = q_RHD.shape
@@ -106,9 +90,11 @@ def decode(
     if shared is not None:
         _attend_shared(q_RHD, rows, shared, scale=scale, pieces=pieces)
     _attend_own(
-        q_RHD, rows, shared, arrivals=arrivals,
+        q_RHD, rows, shared,
         scale=scale, window=window, splits=splits, fold=fold, pieces=pieces, out_RHD=out_RHD,
     )  # fmt: skip
+    if room:
+        _combine(pieces, rows.lengths_R, shared, window=window, splits=splits, fold=fold, out_RHD=out_RHD)
 
 
 def _attend_shared(
@@ -145,7 +131,6 @@ def _attend_shared(
         BLOCK_DIM=block_dim,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **overlap_options(q_RHD.device),
     )
 
 
@@ -154,7 +139,6 @@ def _attend_own(
     rows: PagedRows,
     shared: SharedPrefixes | None,
     *,
-    arrivals: torch.Tensor,
     scale: float,
     window: int | None,
     splits: tuple[int, int],
@@ -162,10 +146,9 @@ def _attend_own(
     pieces: _Pieces,
     out_RHD: torch.Tensor,
 ) -> None:
-    """Attend to the keys that each row reads alone, and put all pieces of the row together."""
+    """Leave the pieces of the keys that each row reads alone; a row with no other piece is complete."""
     num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    block_heads = triton.next_power_of_2(num_heads // num_kv_heads * fold)
     tiling = decode_tiling(_block(head_dim * fold), q_RHD.element_size())
     _own_kernel[(num_kv_heads // fold, splits[0], num_rows)](
         q_RHD,
@@ -178,7 +161,6 @@ def _attend_own(
         out_RHD,
         pieces.parts_RHPD,
         pieces.logs_RHP,
-        arrivals,
         scale * LOG2_E,
         *splits,
         pieces.logs_RHP.shape[2],
@@ -198,30 +180,55 @@ def _attend_own(
         BLOCK_G=_block(num_heads // num_kv_heads * fold),
         BLOCK_N=tiling.keys,
         BLOCK_DIM=_block(head_dim * fold),
-        BLOCK_HEADS=block_heads,
-        BLOCK_PIECES=_merged_pieces(block_heads * _block(head_dim), tiling.num_warps),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=DECODE_REGISTERS,
-        **overlap_options(q_RHD.device),
+    )
+
+
+def _combine(
+    pieces: _Pieces,
+    lengths_R: torch.Tensor,
+    shared: SharedPrefixes | None,
+    *,
+    window: int | None,
+    splits: tuple[int, int],
+    fold: int,
+    out_RHD: torch.Tensor,
+) -> None:
+    """Put the pieces of each row together; rows of a single one are complete already."""
+    num_rows, num_heads, room, head_dim = pieces.parts_RHPD.shape
+    many = num_rows * num_heads >= COMBINE_PROGRAMS_MANY
+    _combine_kernel[(num_heads, num_rows)](
+        pieces.parts_RHPD,
+        pieces.logs_RHP,
+        lengths_R,
+        lengths_R if shared is None else shared.own_starts_R,
+        lengths_R if shared is None else shared.num_pieces_R,
+        out_RHD,
+        *splits,
+        room,
+        out_RHD.stride(0),
+        out_RHD.stride(1),
+        HEAD_DIM=head_dim,
+        WINDOW=window or 0,
+        SHARED=shared is not None,
+        BLOCK_N=decode_tiling(_block(head_dim * fold), out_RHD.element_size()).keys,
+        MAX_PIECES=triton.next_power_of_2(MAX_PIECES),
+        BLOCK_PIECES=4 if many else 32,
+        BLOCK_DIM=_block(head_dim),
+        num_warps=1 if many else 4,
     )
 
 
 def split_limits(streams: int, most_keys: int) -> tuple[int, int]:
-    """(most splits of a row, fewest keys of a split) for so many streams of at most so many keys."""
-    if streams > COUNTED_STREAMS:
-        return 1, most_keys
+    """(most splits of a row, fewest keys of a split) for `streams` pairs of row and key head."""
     few = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, streams)))
-    max_splits, min_split = next(
-        (limits for least, *limits in SPLITS_OF_MANY_STREAMS if streams >= least), (few, SPLIT_KEYS)
-    )
+    if few > SPLITS_MANY_ROWS:
+        max_splits, min_split = few, SPLIT_KEYS_FEW_ROWS
+    else:
+        max_splits, min_split = SPLITS_MANY_ROWS, SPLIT_KEYS_MANY_ROWS
     return max(1, min(max_splits, triton.cdiv(most_keys, min_split))), min_split
-
-
-def _merged_pieces(numbers: int, num_warps: int) -> int:
-    """Pieces, of so many numbers each, that a program takes at a time when it puts them together."""
-    fitting = max(1, 32 * num_warps * MERGED_NUMBERS // numbers - 1)
-    return min(MERGED_PIECES, 1 << fitting.bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +391,8 @@ def _shared_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Go through the step's items, one key head at a time: how many there are is known on the device only."""
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
     columns = tl.arange(0, BLOCK_DIM)
     queries = tl.arange(0, BLOCK_M)
     for work in range(tl.program_id(0), tl.load(num_items) * KEY_HEADS, tl.num_programs(0)):
@@ -422,78 +426,15 @@ def _shared_kernel(
 
 @triton.jit
 def _split_length(count, max_splits, min_split, BLOCK_N: tl.constexpr):
-    """Keys of a split of a row with `count` keys: as even as whole tiles can be."""
-    number = tl.minimum(tl.maximum(tl.cdiv(count, min_split), 1), max_splits)
-    return tl.maximum(tl.cdiv(tl.cdiv(count, number), BLOCK_N), 1) * BLOCK_N
+    """Keys of a split of a row with `count` keys: whole tiles, at least `min_split`."""
+    even = tl.cdiv(tl.cdiv(count, max_splits), BLOCK_N) * BLOCK_N
+    return tl.maximum(even, min_split)
 
 
 @triton.jit
 def _own_start(own_starts, row, length):
     """The first key that a row reads alone; there is one even in a spare row, which may be short of it."""
     return tl.minimum(tl.load(own_starts + row), length - 1)
-
-
-@triton.jit
-def _is_last(arrivals, number):
-    """Whether all `number` programs that share a counter have come here, this one included.
-
-    Behind the barrier all threads' stores are done; the counter releases them to whoever acquires it later,
-    on any processor. The last one thus sees what all the others stored, and sets the counter back for the
-    next kernel, which does not touch it before this one is complete.
-    """
-    tl.debug_barrier()
-    last = number == 1
-    if number > 1:
-        last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == number - 1
-        if last:
-            tl.store(arrivals, 0)
-    return last
-
-
-@triton.jit
-def _merge(
-    parts,
-    logs,
-    number,
-    room,
-    out,
-    stride_oh,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HEAD_DIM: tl.constexpr,
-    BLOCK_PIECES: tl.constexpr,
-):
-    """Weigh the pieces of some heads of a row by their share of the softmax's denominator.
-
-    The pointers are to the first head's. Pieces come from other processors, past the cache of this one.
-    """
-    # Everything is [pieces, heads, columns]; spare heads repeat the last one.
-    members = tl.arange(0, BLOCK_HEADS)[None, :, None]
-    heads = tl.minimum(members, HEADS - 1)
-    columns = tl.arange(0, BLOCK_HEAD_DIM)[None, None, :]
-    peak = tl.full((1, BLOCK_HEADS, 1), float("-inf"), tl.float32)
-    total = tl.zeros((1, BLOCK_HEADS, 1), tl.float32)
-    acc = tl.zeros((1, BLOCK_HEADS, BLOCK_HEAD_DIM), tl.float32)
-    for begin in range(0, number, BLOCK_PIECES):
-        pieces = begin + tl.arange(0, BLOCK_PIECES)[:, None, None]
-        keep = pieces < number
-        place = heads * room + pieces
-        log = tl.load(logs + place, mask=keep, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            parts + place * HEAD_DIM + columns,
-            mask=keep & (columns < HEAD_DIM),
-            other=0,
-            cache_modifier=".cg",
-        )
-        new_peak = tl.maximum(peak, tl.max(log, axis=0, keep_dims=True))
-        weights = tl.exp2(log - new_peak)
-        fade = tl.exp2(peak - new_peak)
-        total = total * fade + tl.sum(weights, axis=0, keep_dims=True)
-        acc = acc * fade + tl.sum(weights * part, axis=0, keep_dims=True)
-        peak = new_peak
-    target = out + heads * stride_oh + columns
-    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=(members < HEADS) & (columns < HEAD_DIM))
 
 
 @triton.jit(
@@ -511,7 +452,6 @@ def _own_kernel(
     out,
     parts,
     logs,
-    arrivals,
     scale_log2,
     max_splits,
     min_split,
@@ -534,12 +474,7 @@ def _own_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_PIECES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
@@ -561,33 +496,79 @@ def _own_kernel(
     keep_q = keep[:, None] & (columns[None, :] // HEAD_DIM == members[:, None] // GROUP)
     column = columns % HEAD_DIM
     query = tl.load(q + row * stride_qt + heads[:, None] * stride_qh + column[None, :], mask=keep_q, other=0)
-    first_key = tl.program_id(0).to(tl.int64) * FOLD * stride_head
+    first_head = tl.program_id(0).to(tl.int64) * FOLD * stride_head
     acc, total, peak = _take_in(
         tl.zeros((BLOCK_G, BLOCK_DIM), tl.float32),
         tl.zeros((BLOCK_G,), tl.float32),
         tl.full((BLOCK_G,), float("-inf"), tl.float32),
-        query, key_cache + first_key, value_cache + first_key, page_table + row * stride_table, start, stop,
+        query, key_cache + first_head, value_cache + first_head, page_table + row * stride_table, start, stop,
         scale_log2, stride_page, stride_token, FOLD * HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_DIM, True,
     )  # fmt: skip
     acc = acc / total[:, None]
 
-    out += row * stride_ot
-    own = tl.cdiv(length - first, split_length)
-    alone = True if SINGLE else own + before == 1
+    complete = out + row * stride_ot + heads[:, None] * stride_oh + column[None, :]
+    alone = True if SINGLE else (length - first <= split_length) & (before == 0)
     if alone:
-        tl.store(
-            out + heads[:, None] * stride_oh + column[None, :], acc.to(out.dtype.element_ty), mask=keep_q
-        )
+        tl.store(complete, acc.to(out.dtype.element_ty), mask=keep_q)
     else:
-        row_heads = row * (tl.num_programs(0) * (FOLD * GROUP))
-        piece = (row_heads + heads) * room + before + tl.program_id(1)
+        piece = (row * (tl.num_programs(0) * (FOLD * GROUP)) + heads) * room + before + tl.program_id(1)
         tl.store(parts + piece[:, None] * HEAD_DIM + column[None, :], acc, mask=keep_q)
         tl.store(logs + piece, peak + tl.log2(total), mask=keep)
-        if _is_last(arrivals + row * tl.num_programs(0) + tl.program_id(0), own):
-            first_head = tl.program_id(0) * (FOLD * GROUP)
-            first_piece = (row_heads + first_head) * room
-            _merge(
-                parts + first_piece * HEAD_DIM, logs + first_piece, before + own, room,
-                out + first_head * stride_oh, stride_oh,
-                FOLD * GROUP, HEAD_DIM, BLOCK_HEADS, BLOCK_DIM // FOLD, BLOCK_PIECES,
-            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["max_splits", "min_split", "room"],
+    do_not_specialize_on_alignment=["lengths", "own_starts", "num_pieces"],
+)
+def _combine_kernel(
+    parts,
+    logs,
+    lengths,
+    own_starts,
+    num_pieces,
+    out,
+    max_splits,
+    min_split,
+    room,
+    stride_ot,
+    stride_oh,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Weigh the pieces of one head of one row by their share of the softmax's denominator."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    count = tl.load(lengths + row)
+    before = 0
+    if WINDOW:
+        count = tl.minimum(count, WINDOW)
+    if SHARED:
+        count -= _own_start(own_starts, row, count)
+        before = tl.load(num_pieces + row)
+    number = before + tl.cdiv(count, _split_length(count, max_splits, min_split, BLOCK_N))
+    if number <= 1:
+        return  # the row's own program wrote the output itself
+    columns = tl.arange(0, BLOCK_DIM)
+    first = (row * tl.num_programs(0) + head) * room
+    every = tl.arange(0, MAX_PIECES)
+    all_logs = tl.load(logs + first + every, mask=every < number, other=float("-inf"))
+    peak = tl.max(all_logs, axis=0)
+    total = tl.sum(tl.exp2(all_logs - peak), axis=0)
+    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    for begin in range(0, number, BLOCK_PIECES):
+        pieces = begin + tl.arange(0, BLOCK_PIECES)
+        keep = pieces < number
+        log = tl.load(logs + first + pieces, mask=keep, other=float("-inf"))
+        part = tl.load(
+            parts + (first + pieces)[:, None] * HEAD_DIM + columns[None, :],
+            mask=keep[:, None] & (columns < HEAD_DIM)[None, :],
+            other=0,
+        )
+        acc += tl.sum(part * tl.exp2(log - peak)[:, None], axis=0)
+    target = out + row * stride_ot + head * stride_oh + columns
+    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)

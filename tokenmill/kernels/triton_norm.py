@@ -33,7 +33,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         BLOCK_ROWS=tiling.block_rows,
         BLOCK_SIZE=tiling.block_size,
         num_warps=tiling.num_warps,
-        **overlap_options(x.device),
     )
     return out
 
@@ -108,15 +107,12 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    let_next_begin(OVERLAP)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     columns = tl.arange(0, BLOCK_SIZE)
     keep = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
     offsets = (rows // inner) * stride_outer + (rows % inner) * stride_inner
     scale = tl.load(weight + columns, mask=columns < SIZE, other=0)
-    wait_for_inputs(OVERLAP)
     wide = tl.load(x + offsets[:, None] + columns[None, :], mask=keep, other=0).to(tl.float32)
     normed = _normalised(wide, scale, epsilon, out.dtype.element_ty, SIZE)
     tl.store(out + rows[:, None] * SIZE + columns[None, :], normed, mask=keep)

@@ -1,17 +1,8 @@
 """Programmatic dependent launch: a kernel begins while the one before it still runs, and waits.
 
 Each program of such a kernel calls `let_next_begin`, reads what no kernel writes (weights), calls
-`wait_for_inputs`, and only then touches what other kernels read or write.
-
-Why that is enough. The wait is for the kernel before alone: for its end, and for its writes to be visible.
-But in that one, too, every program has waited, also one that finds nothing to do and returns (a test reads
-the sources for that), so that its end proves the end of the kernel before it, and so on, back to a kernel
-that was launched plainly. Such a kernel begins when everything before it is complete, and need call nothing.
-So behind the wait all earlier kernels are complete: nothing that they write is read too early, and nothing
-that they read, nor memory that they used and gave back, is overwritten too early. In front of the wait none
-of them need be complete, not even the first of the step.
-
-A waiting program takes no room from those it waits for: it begins when all of them have begun.
+`wait_for_inputs`, and only then touches what other kernels read or write. As every program waits, a kernel
+that is complete proves that all kernels before it are; plainly launched kernels can stand anywhere between.
 """
 
 # Triton rewrites these functions: their arguments are pointers and scalars of its own language.
@@ -26,6 +17,7 @@ import triton
 import triton.language as tl
 
 ENABLED = True
+CACHE_LINE_BYTES = tl.constexpr(128)
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
@@ -51,3 +43,17 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     """Wait until every kernel before this one is complete and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers, OVERLAP: tl.constexpr):
+    """Bring the cache lines that the pointers lie in to the L2 cache; all of them must be valid."""
+    if OVERLAP:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

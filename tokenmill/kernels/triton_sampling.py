@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
-
 BLOCK = tl.constexpr(4096)
 STRIPE = tl.constexpr(64)
 # Stripes that one program looks at together; first guess of how many hold all survivors of a filter.
@@ -78,11 +76,10 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch
     facts = (block_maxima_RN, block_facts_RN, num_blocks)
     limits = (columns.top_ps_R, columns.min_ps_R)
     dice = (columns.seeds_R, columns.positions_R)
-    options = {"num_warps": 8, **overlap_options(logits_RV.device)}
-    _read_kernel[(num_blocks, num_rows)](*rows, *facts, stripe_maxima_RS, FILTERS=filters, **options)
+    _read_kernel[(num_blocks, num_rows)](*rows, *facts, stripe_maxima_RS, FILTERS=filters, num_warps=8)
     blocks_padded = triton.next_power_of_2(num_blocks)
     _draw_kernel[(num_rows,)](
-        *rows, *limits, *dice, *facts, tokens_R, FILTERS=filters, BLOCKS_PADDED=blocks_padded, **options
+        *rows, *limits, *dice, *facts, tokens_R, FILTERS=filters, BLOCKS_PADDED=blocks_padded, num_warps=8
     )
     if filters:
         _draw_filtered_kernel[(num_rows,)](
@@ -96,7 +93,7 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch
             BLOCKS_PADDED=blocks_padded,
             STRIPES_PADDED=triton.next_power_of_2(num_stripes),
             SHIFT=_SHIFTS[logits_RV.dtype],
-            **options,
+            num_warps=8,
         )
     return tokens_R
 
@@ -172,11 +169,8 @@ def _read_kernel(
     num_blocks,
     stripe_maxima,
     FILTERS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One block: its maximum, and the first id of it (greedy rows) or the sum of its weights (the others)."""
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -213,11 +207,8 @@ def _draw_kernel(
     tokens,
     FILTERS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One row that is greedy or drawn from the whole vocabulary."""
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     top_k = tl.load(top_ks + row)
@@ -345,11 +336,8 @@ def _draw_filtered_kernel(
     BLOCKS_PADDED: tl.constexpr,
     STRIPES_PADDED: tl.constexpr,
     SHIFT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One row with filters: find the key where the survivors end by bisection, then draw among them."""
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     top_k = tl.load(top_ks + row)
