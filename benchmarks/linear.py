@@ -1,8 +1,7 @@
 """A decode step without attention and drawing: what products of a few rows and the kernels between them cost.
 
     python benchmarks/linear.py                       # check, then separate kernels against fused ones
-    python benchmarks/linear.py --tune 1              # kernels and tilings at one row, in the step
-    python benchmarks/linear.py --tune 8              # the same at eight rows
+    python benchmarks/linear.py --tune 1              # kernels and tilings at one row (or two), in the step
 
 A step is one captured graph over random weights in the shapes of a public model, each layer with its own, so
 that nothing stays in the cache. `separate` is cuBLAS and one kernel for each operation, `fused` what
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
 from tokenmill.kernels.rotary import rotate
 from tokenmill.kernels.triton_attention import store
-from tokenmill.kernels.triton_linear import MatrixTiling, VectorTiling
+from tokenmill.kernels.triton_linear import LinearTiling
 from tokenmill.kernels.triton_rotary import rotate_and_store
 
 PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
 REPLAYS = 15
 PAGE_SIZE = 16
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -254,46 +254,28 @@ def report(name: str) -> None:
 # ── tuning ────────────────────────────────────────────────────────────────────────────────────
 
 
-def candidates(size: int, num_outputs: int, gated: bool, rows: int) -> Iterator[Any]:
-    if rows <= triton_linear.VECTOR_ROWS:
-        chosen = triton_linear.vector_tiling(size, num_outputs, gated)
-        for outputs, warps in itertools.product((1, 2, 4, 8, 16), (4, 8, 16)):
-            held = outputs * (2 if gated else 1) * size / (32 * warps)
-            if 12 <= held <= 128 and 256 * warps <= max(1024, 2 * size) and chosen.outputs / 4 <= outputs:
-                yield VectorTiling(outputs, warps)
-        return
-    layouts = ((64, 4), (128, 4), (64, 8))
-    for outputs, (inputs, warps), stages in itertools.product((16, 32), layouts, (3, 4, 6)):
-        stage_bytes = 2 * warps * inputs * (16 + outputs * (2 if gated else 1))
-        if stage_bytes * stages <= 150_000:
-            yield MatrixTiling(outputs, inputs, warps, stages)
+def candidates(size: int, num_outputs: int, gated: bool) -> Iterator[LinearTiling]:
+    chosen = triton_linear.choose_tiling(size, num_outputs, gated)
+    for outputs, warps in itertools.product((1, 2, 4, 8, 16), (4, 8, 16)):
+        held = outputs * (2 if gated else 1) * size / (32 * warps)
+        if 12 <= held <= 128 and 256 * warps <= max(1024, 2 * size) and chosen.outputs / 4 <= outputs:
+            yield LinearTiling(outputs, warps)
 
 
-def compare_ways(network: Network, inputs: dict[str, Any], rows: int) -> None:
-    """The three numbers of rows at which another kernel is chosen, set so that each way is taken."""
-    constants = [
-        (linear, "STREAMED_ROWS"),
-        (linear, "NORMED_ROWS"),
-        (triton_linear, "VECTOR_ROWS"),
-    ]
-    before = [getattr(module, name) for module, name in constants]
-    ways = {"cuBLAS": (0, 0, 0), "tiles": (rows, 0, 0)}
-    if rows <= 4:
-        ways |= {"registers": (rows, 0, rows), "registers after a norm": (rows, rows, rows)}
-    for title, values in ways.items():
-        for (module, name), value in zip(constants, values, strict=True):
-            setattr(module, name, value)
+def compare_ways(network: Network, inputs: dict[str, Any]) -> None:
+    """Every product by cuBLAS, and every product streamed."""
+    before = linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES
+    for title, rows, small in (("cuBLAS", 0, 0), ("streamed", len(inputs["x"]), sys.maxsize)):
+        linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES = rows, small
         print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
-    for (module, name), value in zip(constants, before, strict=True):
-        setattr(module, name, value)
+    linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES = before
 
 
 def tune(name: str, rows: int) -> None:
     """Each product's tilings in turn, the others as chosen: the time of the whole step, the best first."""
     network = Network(MODELS[name])
     inputs, shape = network.inputs(rows), network.shape
-    choice = "vector_tiling" if rows <= triton_linear.VECTOR_ROWS else "matrix_tiling"
-    original = getattr(triton_linear, choice)
+    original = triton_linear.choose_tiling
     products = {
         "qkv": (shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, False),
         "output": (shape.heads * shape.head_dim, shape.hidden, False),
@@ -303,20 +285,17 @@ def tune(name: str, rows: int) -> None:
     }
     now = milliseconds(captured(network.fused, inputs)[0])
     print(f"\n{name}, {rows} rows: {now:.3f} ms with the chosen tilings", flush=True)
-    compare_ways(network, inputs, rows)
+    compare_ways(network, inputs)
     for title, product in products.items():
         found = []
-        for tiling in candidates(*product, rows):
+        for tiling in candidates(*product):
 
             def one(*key: Any, tiling: Any = tiling, product: Any = product) -> Any:
                 return tiling if key == product else original(*key)
 
-            setattr(triton_linear, choice, one)
-            try:
-                found.append((milliseconds(captured(network.fused, inputs)[0]), str(tiling)))
-            except Exception as error:  # too much shared memory: not a candidate
-                print(f"  {title} {tiling}: {type(error).__name__}")
-        setattr(triton_linear, choice, original)
+            triton_linear.choose_tiling = one
+            found.append((milliseconds(captured(network.fused, inputs)[0]), str(tiling)))
+        triton_linear.choose_tiling = original
         print(f"  {title}: chosen {original(*product)}")
         for milli, tiling in sorted(found)[:4]:
             print(f"    {milli:8.3f} ms  {tiling}", flush=True)

@@ -82,7 +82,6 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "copies": sass.count("LDGSTS"),
         # Of a kernel that waits for the one before it: what it does until then.
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
-        "early_prefetches": sass.partition("ACQBULK")[0].count("CCTL"),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 
@@ -268,27 +267,20 @@ def norm(size: int) -> dict[str, Any]:
 
 
 def linear(
-    size: int, outputs: int, *, kernel: Any, normed: bool = False, gated: bool = False, bias: bool = False
+    size: int, outputs: int, *, rows: int = 1, normed: bool = False, gated: bool = False, bias: bool = False
 ) -> dict[str, Any]:
-    """A product of a single row (`_vector_kernel`) or of up to sixteen (`_matrix_kernel`)."""
     pointers = {"x": "bf16", "weight": "bf16", "out": "bf16"}
     pointers |= {"bias": "bf16"} if bias else {}
     scalars = {"num_rows": "i32", "num_outputs": "i32", "stride_x": "i32"}
     constants: dict[str, Any] = {"SIZE": size, "GATED": gated, "OVERLAP": True}
     constants |= {} if bias else {"bias": None}
-    if kernel is triton_linear._matrix_kernel:
-        rows_tiling = triton_linear.matrix_tiling(size, outputs, gated)
-        constants |= {"ROWS": 16, "WARPS": rows_tiling.num_warps, "PREFETCHED": 512}
-        constants |= {"BLOCK_OUTPUTS": rows_tiling.outputs, "BLOCK_SIZE": rows_tiling.inputs_per_warp}
-        options = {"num_warps": rows_tiling.num_warps, "num_stages": rows_tiling.num_stages}
-        return compiled(kernel, pointers, scalars, constants, **options)
-    tiling = triton_linear.vector_tiling(size, outputs, gated)
+    tiling = triton_linear.choose_tiling(size, outputs, gated)
     normed_only = ("residual", "scale", "total")
     pointers |= dict.fromkeys(normed_only, "bf16") if normed else {}
     constants |= {} if normed else dict.fromkeys(normed_only, None)
     scalars |= {"epsilon": "fp32", "stride_residual": "i32"}
-    constants |= {"ROWS": 1, "BLOCK_OUTPUTS": tiling.outputs, "BLOCK_SIZE": triton.next_power_of_2(size)}
-    return compiled(kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
+    constants |= {"ROWS": rows, "BLOCK_OUTPUTS": tiling.outputs, "BLOCK_SIZE": triton.next_power_of_2(size)}
+    return compiled(triton_linear._linear_kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
 
 
 def rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -311,8 +303,6 @@ def rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]
     return compiled(triton_rotary._rotate_and_store_kernel, pointers, scalars, constants, num_warps=4)
 
 
-VECTOR, MATRIX = triton_linear._vector_kernel, triton_linear._matrix_kernel
-
 if __name__ == "__main__":
     json.dump(
         {
@@ -331,13 +321,14 @@ if __name__ == "__main__":
             "prefill 256": prefill(256, 2),
             "hopper 128": hopper(4),
             "norm 4096": norm(4096),
-            "linear qkv 0.5B": linear(896, 1152, kernel=VECTOR, normed=True, bias=True),
-            "linear gate_up 0.5B": linear(896, 4864, kernel=VECTOR, normed=True, gated=True),
-            "linear down 0.5B": linear(4864, 896, kernel=VECTOR),
-            "linear gate_up 8B": linear(4096, 14336, kernel=VECTOR, normed=True, gated=True),
-            "linear down 8B": linear(14336, 4096, kernel=VECTOR),
-            "linear of rows qkv 0.5B": linear(896, 1152, kernel=MATRIX, bias=True),
-            "linear of rows gate_up 8B": linear(4096, 14336, kernel=MATRIX, gated=True),
+            "linear qkv 0.5B": linear(896, 1152, normed=True, bias=True),
+            "linear gate_up 0.5B": linear(896, 4864, normed=True, gated=True),
+            "linear down 0.5B": linear(4864, 896),
+            "linear gate_up 8B": linear(4096, 14336, normed=True, gated=True),
+            "linear down 8B": linear(14336, 4096),
+            "linear qkv 0.5B, two rows": linear(896, 1152, rows=2, normed=True, bias=True),
+            "linear gate_up 0.5B, two rows": linear(896, 4864, rows=2, normed=True, gated=True),
+            "linear down 0.5B, two rows": linear(4864, 896, rows=2),
             "rotate and store": rotate_and_store(16, 8, 128),
         },
         sys.stdout,

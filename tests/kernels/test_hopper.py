@@ -81,17 +81,11 @@ def test_keys_and_values_are_fetched_ahead_in_wide_copies(compiled: dict[str, di
 
 
 def test_weights_are_under_way_before_a_kernel_waits(compiled: dict[str, dict[str, Any]]) -> None:
-    """The whole share of a program that holds weights in registers; the first lines of one that does not."""
     facts = {name: facts for name, facts in compiled.items() if name.startswith("linear")}
     assert all(fact["lets_next_begin_at_once"] for fact in facts.values())
     for name, fact in facts.items():
-        if "of rows" in name:
-            assert fact["early_prefetches"] > 0, name
-            assert fact["wide_copies"] >= 16, name
-            assert fact["HMMA"] > 0, name
-        else:
-            assert fact["early_loads"] >= 4, name
-            assert fact["stack"] == 0, name
+        assert fact["early_loads"] >= 4, name
+        assert fact["stack"] == 0, name
 
 
 def test_heads_are_read_and_written_whole(compiled: dict[str, dict[str, Any]]) -> None:

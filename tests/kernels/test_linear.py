@@ -64,7 +64,7 @@ def test_products_of_any_few_rows(
 ) -> None:
     from tokenmill.kernels import triton_linear
 
-    for rows in (1, 2, 3, 17):
+    for rows in (1, 2, 3, 5):
         inputs_of = case(
             rows, inputs, outputs, bias=rows != 2, gated=gated, dtype=dtype, device=triton_device
         )
@@ -117,13 +117,11 @@ def test_the_same_every_time_and_in_any_company(triton_device: str, gated: bool)
     """A row's result depends neither on the run nor, within a kernel, on the rows beside it."""
     from tokenmill.kernels import triton_linear
 
-    given = case(16, 896, 18, bias=True, gated=gated, dtype=torch.bfloat16, device=triton_device)
+    given = case(2, 896, 18, bias=True, gated=gated, dtype=torch.bfloat16, device=triton_device)
     x, rest = given["x_NI"], (given["weight_OI"], given["bias_O"])
     whole = triton_linear.linear(x, *rest, gated=gated)
     assert torch.equal(whole, triton_linear.linear(x, *rest, gated=gated))
-    assert torch.equal(whole[4:9], triton_linear.linear(x[4:9], *rest, gated=gated))
-    pair = triton_linear.linear(x[:2], *rest, gated=gated)
-    assert torch.equal(pair[1:], triton_linear.linear(x[1:2], *rest, gated=gated))
+    assert torch.equal(whole[1:], triton_linear.linear(x[1:], *rest, gated=gated))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 40])
@@ -136,7 +134,7 @@ def test_the_choice_on_a_cpu_is_torch(rows: int) -> None:
 
 
 def test_programs_are_many_and_never_hold_more_than_registers_can() -> None:
-    from tokenmill.kernels.triton_linear import FEWEST_PROGRAMS, VECTOR_WEIGHTS_PER_THREAD, vector_tiling
+    from tokenmill.kernels.triton_linear import FEWEST_PROGRAMS, WEIGHTS_PER_THREAD_LARGE, choose_tiling
 
     for size, num_outputs, gated in [
         (896, 1152, False),
@@ -147,7 +145,39 @@ def test_programs_are_many_and_never_hold_more_than_registers_can() -> None:
         (14336, 4096, False),
         (1, 1, False),
     ]:
-        tiling = vector_tiling(size, num_outputs, gated)
+        tiling = choose_tiling(size, num_outputs, gated)
         assert tiling.outputs * FEWEST_PROGRAMS <= num_outputs or tiling.outputs == 1
         held = tiling.outputs * (2 if gated else 1) * size / (32 * tiling.num_warps)
-        assert held <= VECTOR_WEIGHTS_PER_THREAD
+        assert held <= WEIGHTS_PER_THREAD_LARGE
+
+
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "gated", "outputs", "num_warps"),
+    [
+        (896, 896, False, 2, 4),
+        (2048, 1024, False, 2, 4),
+        (896, 4864, True, 2, 4),
+        (1024, 3072, True, 2, 4),
+        (3072, 1024, False, 2, 8),
+        (4096, 14336, True, 2, 8),
+        (14336, 4096, False, 2, 16),
+        (1024, 151936, False, 8, 4),
+    ],
+)
+def test_tilings_that_were_measured_to_be_best(
+    size: int, num_outputs: int, gated: bool, outputs: int, num_warps: int
+) -> None:
+    from tokenmill.kernels.triton_linear import LinearTiling, choose_tiling
+
+    assert choose_tiling(size, num_outputs, gated) == LinearTiling(outputs, num_warps)
+
+
+def test_which_products_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row always, two where the weight is small, more never; nothing in float32."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    small, large = (torch.empty(rows, 896, dtype=torch.bfloat16, device="meta") for rows in (9728, 14336))
+    for rows, of_small, of_large in ((0, False, False), (1, True, True), (2, True, False), (3, False, False)):
+        x = torch.empty(rows, 896, dtype=torch.bfloat16, device="meta")
+        assert plain._is_streamed(x, small) == of_small
+        assert plain._is_streamed(x, large) == of_large
+        assert not plain._is_streamed(x.float(), small.float())

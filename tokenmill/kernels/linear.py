@@ -1,6 +1,6 @@
 """Products with weights, alone or between a norm and an activation: torch reference and choice of kernel.
 
-Few rows are multiplied by kernels that stream the weights; many rows by torch (cuBLAS). Owns no weights.
+One or two rows are multiplied by kernels that stream the weights, more by torch (cuBLAS). Owns no weights.
 Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F).
 """
 
@@ -13,10 +13,10 @@ from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import Norm
 
-# Products of up to so many rows are streamed.
-STREAMED_ROWS = 16
-# Up to so many rows every program normalises them for itself; above, a kernel of its own does it once.
-NORMED_ROWS = 2
+# Products of up to so many rows are streamed; from the second row on, only with small weights: with large
+# ones the arithmetic units fall behind the memory, and tensor cores win.
+STREAMED_ROWS = 2
+SMALL_WEIGHT_BYTES = 24_000_000
 
 
 def linear(
@@ -26,7 +26,7 @@ def linear(
 
     Rounds as `activation.gated_silu` of a product does, whichever kernel is chosen.
     """
-    if _is_streamed(x_NI, STREAMED_ROWS):
+    if _is_streamed(x_NI, weight_OI):
         from tokenmill.kernels import triton_linear
 
         return triton_linear.linear(x_NI, weight_OI, bias_O, gated=gated)
@@ -44,7 +44,7 @@ def add_norm_linear(
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(linear(norm(x + residual)), x + residual)`, with the roundings of `add_rms_norm` and `linear`."""
-    if _is_streamed(x_NI, NORMED_ROWS):
+    if _is_streamed(x_NI, weight_OI):
         from tokenmill.kernels import triton_linear
 
         return triton_linear.add_norm_linear(
@@ -77,5 +77,7 @@ def add_norm_linear_torch(
     return linear_torch(normed_NI, weight_OI, bias_O, gated=gated), total_NI
 
 
-def _is_streamed(x_NI: torch.Tensor, most_rows: int) -> bool:
-    return x_NI.is_cuda and 0 < len(x_NI) <= most_rows and x_NI.element_size() == 2
+def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    if not (x_NI.is_cuda and x_NI.element_size() == 2 and 0 < len(x_NI) <= STREAMED_ROWS):
+        return False
+    return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES

@@ -1,8 +1,7 @@
-"""Products of a few rows on the GPU at the speed of its memory; the reference is `linear.py`.
+"""Products of one or two rows on the GPU at the speed of its memory; the reference is `linear.py`.
 
-Weights are read once. With one or two rows a program holds whole rows of the weight in registers and
-multiplies on the plain arithmetic units, perhaps after a norm; with more, tensor cores multiply tiles that
-are fetched ahead. Every sum has a fixed order.
+Weights are read once: a program holds whole rows of the weight in registers and multiplies on the plain
+arithmetic units, perhaps after a norm. Every sum has a fixed order.
 Letters: N rows, I inputs, O outputs of the weight, F outputs if gated (O = 2F).
 """
 
@@ -11,6 +10,7 @@ Letters: N rows, I inputs, O outputs of the weight, F outputs if gated (O = 2F).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,26 +18,16 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import Norm
-from tokenmill.kernels.triton_overlap import (
-    CACHE_LINE_BYTES,
-    let_next_begin,
-    overlap_options,
-    prefetch,
-    wait_for_inputs,
-)
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
-# Up to so many rows go to the kernel that holds the weights in registers.
-VECTOR_ROWS = 2
-VECTOR_WEIGHTS_PER_THREAD = 64  # loads that a thread has under way: an eighth of it, of 16 bytes each
-VECTOR_INPUTS_PER_WARP = 512
-FEWEST_PROGRAMS = 192  # one and a half for each processor: below, programs take fewer outputs
-
-MATRIX_OUTPUTS = 16
-MATRIX_INPUTS_PER_WARP = 64
-MATRIX_WARPS = 4
-MATRIX_STAGES = 4
-# Weights of a program brought near while it waits: inputs of each output.
-PREFETCHED_INPUTS = 1024
+INPUTS_PER_WARP = 512
+# Weights that a thread has under way, 8 to a load. Of a small weight all programs are on the device at once
+# and wait for their inputs: smaller ones find room earlier, beside the kernel before. Of a large weight one
+# wave of programs follows another, and larger ones start less often.
+WEIGHTS_PER_THREAD = 40
+WEIGHTS_PER_THREAD_LARGE = 64
+LARGE_WEIGHT = 12_000_000  # numbers
+FEWEST_PROGRAMS = 264  # two for each processor: below, programs take fewer outputs
 
 
 # ── launching ─────────────────────────────────────────────────────────────────────────────────
@@ -46,10 +36,8 @@ PREFETCHED_INPUTS = 1024
 def linear(
     x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, gated: bool
 ) -> torch.Tensor:
-    """See `linear.linear`; for any number of rows from one on, though only a few are fast."""
-    if len(x_NI) <= VECTOR_ROWS:
-        return _vector(x_NI, None, None, weight_OI, bias_O, gated)[0]
-    return _matrix(x_NI, weight_OI, bias_O, gated)
+    """See `linear.linear`; for any number of rows from one on, though only one or two are fast."""
+    return _multiply(x_NI, None, None, weight_OI, bias_O, gated)[0]
 
 
 def add_norm_linear(
@@ -62,12 +50,12 @@ def add_norm_linear(
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `linear.add_norm_linear`; every program adds and normalises all of the (few) rows."""
-    y_NO, total_NI = _vector(x_NI, residual_NI, norm, weight_OI, bias_O, gated)
+    y_NO, total_NI = _multiply(x_NI, residual_NI, norm, weight_OI, bias_O, gated)
     assert total_NI is not None
     return y_NO, total_NI
 
 
-def _vector(
+def _multiply(
     x_NI: torch.Tensor,
     residual_NI: torch.Tensor | None,
     norm: Norm | None,
@@ -78,12 +66,12 @@ def _vector(
     """The product [N, O or F] and, with a norm, the new residual [N, I]."""
     num_rows, size = x_NI.shape
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
-    tiling = vector_tiling(size, num_outputs, gated)
+    tiling = choose_tiling(size, num_outputs, gated)
     out_NO = torch.empty(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
     total_NI = None if norm is None else torch.empty((num_rows, size), dtype=x_NI.dtype, device=x_NI.device)
     assert x_NI.stride(1) == 1
     assert weight_OI.is_contiguous()
-    _vector_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
+    _linear_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
         x_NI,
         residual_NI,
         None if norm is None else norm.weight_I,
@@ -108,69 +96,27 @@ def _vector(
 
 
 @dataclass(frozen=True, slots=True)
-class VectorTiling:
+class LinearTiling:
     """Outputs of a program (if gated, of each half of the weight) and its warps."""
 
     outputs: int
     num_warps: int
 
 
-def vector_tiling(size: int, num_outputs: int, gated: bool) -> VectorTiling:
-    """As many outputs as registers hold, but so few that every processor gets some."""
-    block_size = triton.next_power_of_2(size)
-    num_warps = min(16, max(4, block_size // VECTOR_INPUTS_PER_WARP))
-    held = 32 * num_warps * VECTOR_WEIGHTS_PER_THREAD // block_size
-    outputs = max(1, held // 2 if gated else held)
-    while outputs > 1 and triton.cdiv(num_outputs, outputs) < FEWEST_PROGRAMS:
-        outputs //= 2
-    return VectorTiling(outputs, num_warps)
+def choose_tiling(size: int, num_outputs: int, gated: bool) -> LinearTiling:
+    """As many outputs as threads may hold weights of, but so few that every processor gets some."""
+    num_warps = min(16, max(4, _nearest_power_of_2(size / INPUTS_PER_WARP)))
+    halves = 2 if gated else 1
+    is_large = size * num_outputs * halves > LARGE_WEIGHT
+    held = 32 * num_warps * (WEIGHTS_PER_THREAD_LARGE if is_large else WEIGHTS_PER_THREAD)
+    outputs = 1
+    while 2 * outputs * halves * size <= held and num_outputs >= 2 * outputs * FEWEST_PROGRAMS:
+        outputs *= 2
+    return LinearTiling(outputs, num_warps)
 
 
-def _matrix(
-    x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gated: bool
-) -> torch.Tensor:
-    """The product [N, O or F]."""
-    num_rows, size = x_NI.shape
-    num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
-    out_NO = torch.empty(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
-    tiling = matrix_tiling(size, num_outputs, gated)
-    assert x_NI.stride(1) == 1
-    assert weight_OI.is_contiguous()
-    _matrix_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
-        x_NI,
-        weight_OI,
-        bias_O,
-        out_NO,
-        num_rows,
-        num_outputs,
-        x_NI.stride(0),
-        SIZE=size,
-        GATED=gated,
-        ROWS=max(16, triton.next_power_of_2(num_rows)),
-        BLOCK_OUTPUTS=tiling.outputs,
-        BLOCK_SIZE=tiling.inputs_per_warp,
-        WARPS=tiling.num_warps,
-        PREFETCHED=min(max(64, triton.next_power_of_2(size)), PREFETCHED_INPUTS),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **overlap_options(x_NI.device),
-    )
-    return out_NO
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixTiling:
-    """Outputs of a program (if gated, of each half), inputs that a warp takes at a time, tiles in flight."""
-
-    outputs: int
-    inputs_per_warp: int
-    num_warps: int
-    num_stages: int
-
-
-def matrix_tiling(size: int, num_outputs: int, gated: bool) -> MatrixTiling:
-    """Few outputs, so that there are many programs; the warps of a program share the inputs."""
-    return MatrixTiling(MATRIX_OUTPUTS, MATRIX_INPUTS_PER_WARP, MATRIX_WARPS, MATRIX_STAGES)
+def _nearest_power_of_2(number: float) -> int:
+    return int(2 ** round(math.log2(number)))
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
@@ -210,7 +156,7 @@ def _normalised(total, scale, epsilon, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
-def _vector_kernel(
+def _linear_kernel(
     x,
     residual,
     scale,
@@ -261,75 +207,3 @@ def _vector_kernel(
         y = _gated(y, up.to(dtype))
     keep_out = (rows < num_rows) & (outputs < num_outputs)
     tl.store(out + rows * num_outputs + outputs, y, mask=keep_out)
-
-
-@triton.jit
-def _prefetch_rows(
-    weight, outputs, num_outputs, SIZE: tl.constexpr, INPUTS: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """Bring the first INPUTS weights of the outputs near."""
-    LINE: tl.constexpr = CACHE_LINE_BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    columns = tl.minimum(tl.arange(0, INPUTS // LINE) * LINE, SIZE - 1)
-    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    prefetch(weight + rows[:, None] * SIZE + columns[None, :], OVERLAP)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
-def _matrix_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    num_outputs,
-    stride_x,
-    SIZE: tl.constexpr,
-    GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_OUTPUTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WARPS: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    # Batches of a batched product go to different warps: each warp takes its share of the inputs.
-    dtype: tl.constexpr = out.dtype.element_ty
-    let_next_begin(OVERLAP)
-    outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    second = weight + num_outputs.to(tl.int64) * SIZE
-    _prefetch_rows(weight, outputs, num_outputs, SIZE, PREFETCHED, OVERLAP)
-    if GATED:
-        _prefetch_rows(second, outputs, num_outputs, SIZE, PREFETCHED, OVERLAP)
-    across = outputs[None, :]
-    bias_O = _load_bias(bias, across, num_outputs)
-    if GATED:
-        up_bias_O = _load_bias(None if bias is None else bias + num_outputs, across, num_outputs)
-    wait_for_inputs(OVERLAP)
-
-    rows = tl.arange(0, ROWS)
-    shares = tl.arange(0, WARPS)[:, None, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, None, :]
-    inputs_x = x + rows[None, :, None] * stride_x
-    keep_x = (rows < num_rows)[None, :, None]
-    offsets = outputs.to(tl.int64)[None, :, None] * SIZE
-    keep_weight = (outputs < num_outputs)[None, :, None]
-    sums = tl.zeros((WARPS, ROWS, BLOCK_OUTPUTS), tl.float32)
-    up_sums = tl.zeros((WARPS, ROWS, BLOCK_OUTPUTS), tl.float32)
-    for start in range(0, SIZE, WARPS * BLOCK_SIZE):
-        columns = start + shares
-        keep = columns < SIZE
-        x_tile = tl.load(inputs_x + columns, mask=keep & keep_x, other=0)
-        tile = tl.load(
-            weight + offsets + columns, mask=keep & keep_weight, other=0, eviction_policy="evict_first"
-        )
-        sums = tl.dot(x_tile, tl.trans(tile, (0, 2, 1)), sums, input_precision="ieee")
-        if GATED:
-            up_tile = tl.load(
-                second + offsets + columns, mask=keep & keep_weight, other=0, eviction_policy="evict_first"
-            )
-            up_sums = tl.dot(x_tile, tl.trans(up_tile, (0, 2, 1)), up_sums, input_precision="ieee")
-
-    y = (tl.sum(sums, axis=0) + bias_O).to(dtype)
-    if GATED:
-        y = _gated(y, (tl.sum(up_sums, axis=0) + up_bias_O).to(dtype))
-    keep_out = (rows < num_rows)[:, None] & (across < num_outputs)
-    tl.store(out + rows[:, None] * num_outputs + across, y, mask=keep_out)

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 ENABLED = True
-CACHE_LINE_BYTES = tl.constexpr(128)
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
@@ -43,17 +42,3 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     """Wait until every kernel before this one is complete and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch(pointers, OVERLAP: tl.constexpr):
-    """Bring the cache lines that the pointers lie in to the L2 cache; all of them must be valid."""
-    if OVERLAP:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
