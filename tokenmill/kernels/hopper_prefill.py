@@ -10,7 +10,6 @@ under Triton's own language: who waits for what is written out, and there is no 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,14 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import PagedRows
+from tokenmill.kernels.triton_attention import COPY_ALIGNMENT, LOG2_E, ROWS_PER_SEARCH, PagedRows
 
-LOG2_E = math.log2(math.e)
 HEAD_DIM = 128  # with smaller heads the exponentials cost as much as the products, and the plain kernel wins
 # Measured on an H200: below both, starting a program of this size costs more than it gains.
 LONG_QUERY = 1024
 LONG_PREFIX = 4  # times the prompt's own tokens
-ROWS_PER_SEARCH = 128  # rows a program looks at, at once, to find its own
 GROUP_QUERIES = gl.constexpr(64)  # pairs of query and head of a group of four warps: what its products take
 PAGE_TOKENS = gl.constexpr(16)  # tokens of a page copied at once
 PANEL = gl.constexpr(64)  # numbers of 128 bytes: a tile in shared memory is made of columns of this width
@@ -41,7 +38,6 @@ NEVER = gl.constexpr(-1e30)  # the peak of a query before its first key: finite,
 # Tiles lie in shared memory in columns of 128 bytes, as products read them.
 STEP_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-COPY_ALIGNMENT = 16  # bytes; of addresses and strides that a tile copy by descriptor can take
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,16 @@ Letters as in `attention/base.py`; caches are [N, B, K, D] with any strides but 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+LOG2_E = math.log2(math.e)  # weights are powers of two
+ROWS_PER_SEARCH = 128  # rows a prefill program looks at, at once, to find its own
+COPY_ALIGNMENT = 16  # bytes; of addresses and strides that a tile copy by descriptor can take
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ graph.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
-from tokenmill.kernels.triton_attention import PagedRows
-
-LOG2_E = math.log2(math.e)
+from tokenmill.kernels.triton_attention import LOG2_E, PagedRows
 
 # Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop

@@ -10,7 +10,6 @@ table. The query heads of one key head share a program: they need the same keys.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -20,11 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import PagedRows
-
-LOG2_E = math.log2(math.e)
-ROWS_PER_SEARCH = 128  # rows a program looks at, at once, to find its own
-COPY_ALIGNMENT = 16  # bytes; of addresses and strides that a tile copy by descriptor can take
+from tokenmill.kernels.triton_attention import COPY_ALIGNMENT, LOG2_E, ROWS_PER_SEARCH, PagedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,7 @@ class Rows:
         Rows past the plan's are spare ones.
         """
         count = len(plan.slots)
-        inputs = np.full((num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=np.int32)
-        inputs[0], inputs[1] = self.spare_slot, 0
+        inputs = self._blank_inputs(size)
         inputs[0, :count], inputs[1, :count] = plan.slots, plan.starts
         self._row_of_slot_S[plan.slots] = np.arange(count)
         rows = self._row_of_slot_S[plan.page_slots]
@@ -183,11 +182,12 @@ class Rows:
 
     def spare_inputs(self, size: int) -> torch.Tensor:
         """Inputs of a step of spare rows (int32 [F, size])."""
-        inputs_FB = torch.full(
-            (num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=torch.int32, device=self._device
-        )
-        inputs_FB[0], inputs_FB[1] = self.spare_slot, 0
-        return inputs_FB
+        return self._to_device(self._blank_inputs(size))
+
+    def _blank_inputs(self, size: int) -> IntArray:
+        inputs = np.full((num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=np.int32)
+        inputs[0], inputs[1] = self.spare_slot, 0
+        return inputs
 
     def read(self, inputs_FB: torch.Tensor) -> StepRows:
         """What a step of `decode_inputs` (on the device) reads of its rows."""
