@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,12 @@ _SIZES = {
 def _fresh_log_level() -> None:
     """An engine sets the level of the logger that all engines share; no test inherits another's."""
     logging.getLogger("tokenmill").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_works() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would the commands that tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
