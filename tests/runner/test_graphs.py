@@ -9,23 +9,22 @@ import torch
 
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
+from tokenmill.runner.recorder import StepKind
 from tokenmill.sampling import SamplingNeeds
 
 pytestmark = pytest.mark.cpu
 
-PLAIN = graphs.StepKind(SamplingNeeds(random=True, filters=False))
+PLAIN = StepKind(SamplingNeeds(random=True, filters=False))
 
 
 @pytest.fixture
 def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> graphs.DecodeGraphs:
     """Graphs that are captured without a device, up to 64 rows; sizes above 16 need too much memory."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     policy = CapturePolicy(64, row_seconds=0.0)
     nothing: Any = None
-    made = graphs.DecodeGraphs(nothing, nothing, policy=policy, device=torch.device("cpu"))
+    made = graphs.DecodeGraphs(nothing, nothing, policy=policy, recorder=nothing)
 
-    def capture(size: int, kind: graphs.StepKind) -> Any:
+    def capture(size: int, kind: StepKind) -> Any:
         if size > 16:
             raise torch.OutOfMemoryError
         policy.captured(size, kind, seconds=0.01)
@@ -39,5 +38,5 @@ def test_graphs_that_exist_are_used_when_memory_is_out(decode_graphs: graphs.Dec
     assert decode_graphs._graph(9, PLAIN) == 16
     assert decode_graphs._graph(20, PLAIN) is None
     assert decode_graphs._graph(2, PLAIN) == 16
-    assert decode_graphs._graph(1, graphs.StepKind(SamplingNeeds(random=True, filters=True))) is None
+    assert decode_graphs._graph(1, StepKind(SamplingNeeds(random=True, filters=True))) is None
     assert decode_graphs._graph(64, PLAIN) is None

@@ -30,7 +30,7 @@ class _Work:
     longest_decode: int
     longest_query: int
     longest_row: int  # of those with more than one query
-    prefill_starts: torch.Tensor  # int32 [prefill rows + 1]
+    prefill_starts: torch.Tensor  # int32 [prefill rows + 1], their first tokens in the step
 
 
 class TritonBackend:
@@ -108,16 +108,16 @@ class TritonBackend:
             )
         if work.longest_query:
             triton_prefill.prefill(
-                q_THD[split:],
-                k_TKD[split:],
-                v_TKD[split:],
+                q_THD,
+                k_TKD,
+                v_TKD,
                 self._rows(layout, layer, slice(split, None)),
                 query_starts=work.prefill_starts,
                 longest_query=work.longest_query,
                 longest_row=work.longest_row,
                 scale=spec.scale,
                 window=spec.window,
-                out_THD=out_THD[split:],
+                out_THD=out_THD,
             )
         return out_THD
 

@@ -166,17 +166,18 @@ def _find_row(tile, query_starts, num_rows, GROUP: gl.constexpr, SEARCH: gl.cons
     """(row that owns `tile`, its first token, its queries, the tile's first pair of query and head).
 
     Row r begins at tile pairs_before_r // BLOCK_M + r: no two rows share a tile, and some tiles stay empty.
+    Of a tile before all rows the first pair is negative.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    base = gl.load(query_starts)
     row = -1
     for begin in range(0, num_rows, SEARCH):
         candidates = begin + gl.arange(0, SEARCH, layout)
         starts = gl.load(query_starts + candidates, mask=candidates < num_rows, other=0)
-        begun = ((starts - base) * GROUP // BLOCK_M + candidates <= tile) & (candidates < num_rows)
+        begun = (starts * GROUP // BLOCK_M + candidates <= tile) & (candidates < num_rows)
         row += gl.sum(begun.to(gl.int32), axis=0)
-    token = gl.load(query_starts + row) - base
-    num_queries = gl.load(query_starts + row + 1) - base - token
+    row = gl.maximum(row, 0)
+    token = gl.load(query_starts + row)
+    num_queries = gl.load(query_starts + row + 1) - token
     return row, token, num_queries, (tile - (token * GROUP // BLOCK_M + row)) * BLOCK_M
 
 
@@ -291,7 +292,7 @@ def _feed(
         row, token, num_queries, first = _find_row(
             tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
         )
-        if first < num_queries * GROUP:
+        if (first >= 0) & (first < num_queries * GROUP):
             prefix = gl.load(lengths + row) - num_queries
             own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
             table = page_table + row.to(gl.int64) * stride_table
@@ -498,7 +499,7 @@ def _compute(
         row, token, num_queries, first = _find_row(
             tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
         )
-        if first < num_queries * GROUP:
+        if (first >= 0) & (first < num_queries * GROUP):
             prefix = gl.load(lengths + row) - num_queries
             own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
             # Past the last query: the last once more. Offsets from the tile's first token fit 32 bits.

@@ -72,10 +72,10 @@ def prefill(
 ) -> None:
     """Causal attention of the last tokens of each row, written to `out_THD`.
 
-    Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step, T counts the tokens of all
-    of `rows`, and token `query_starts[0]` is the first of the tensors. The tokens of a row before its queries
-    are read from its pages, its others from `k_TKD` and `v_TKD`. `longest_query`, and `longest_row` with the
-    tokens before it, only choose kernel and tile.
+    Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the tensors; a row may have none, and
+    tokens of no row are left alone. The tokens of a row before its queries are read from its pages, its
+    others from `k_TKD` and `v_TKD`. `longest_query`, and `longest_row` with the tokens before it, only choose
+    kernel and tile.
     """
     pairs = longest_query * (q_THD.shape[1] // k_TKD.shape[1])
     hopper = _hopper() if window is None else None
@@ -330,16 +330,17 @@ def _find_row(tile, query_starts, num_rows, GROUP: tl.constexpr, SEARCH: tl.cons
     """(row that owns `tile`, its first token, its queries, the tile's first pair of query and head).
 
     Row r begins at tile pairs_before_r // BLOCK_M + r: no two rows share a tile, and some tiles stay empty.
+    Of a tile before all rows the first pair is negative.
     """
-    base = tl.load(query_starts)
     row = -1
     for begin in range(0, num_rows, SEARCH):
         candidates = begin + tl.arange(0, SEARCH)
         starts = tl.load(query_starts + candidates, mask=candidates < num_rows, other=0)
-        begun = ((starts - base) * GROUP // BLOCK_M + candidates <= tile) & (candidates < num_rows)
+        begun = (starts * GROUP // BLOCK_M + candidates <= tile) & (candidates < num_rows)
         row += tl.sum(begun.to(tl.int32), axis=0)
-    token = tl.load(query_starts + row) - base
-    num_queries = tl.load(query_starts + row + 1) - base - token
+    row = tl.maximum(row, 0)
+    token = tl.load(query_starts + row)
+    num_queries = tl.load(query_starts + row + 1) - token
     return row, token, num_queries, (tile - (token * GROUP // BLOCK_M + row)) * BLOCK_M
 
 
@@ -394,7 +395,7 @@ def _prefill_kernel(
     row, row_token, num_queries, first = _find_row(
         tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
     )
-    if first >= num_queries * GROUP:
+    if (first < 0) | (first >= num_queries * GROUP):
         return
 
     # Offsets from the tile's first token: they fit 32 bits, and cost half the registers.

@@ -43,6 +43,14 @@ class SamplingInputs:
     masked_stop_ids_QK: torch.Tensor | None  # int32, padded by -1
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens that a step drew: of the plan's drawing rows, in their order, those at `places`."""
+
+    tokens: torch.Tensor  # int64
+    places: LongArray
+
+
 class Rows:
     """State of all slots, written only here."""
 
@@ -58,8 +66,8 @@ class Rows:
         sharing: SharingCosts | None = None,
     ) -> None:
         self._device = device
-        self._page_size = page_size
-        self._max_length = num_columns * page_size
+        self.page_size = page_size
+        self.max_length = num_columns * page_size  # tokens of a row
         self.spare_slot = num_slots  # a row of nobody, whose keys and values go to a page of nobody
         num_slots += 1
         self.state = RowState(
@@ -101,9 +109,9 @@ class Rows:
         for group, table_SC in enumerate(self.state.page_table_GSC):
             entries = plan.page_groups == group
             if entries.any():
-                slots = self._to_device(plan.page_slots[entries].astype(np.int64))
-                columns = self._to_device(plan.page_columns[entries].astype(np.int64))
-                table_SC[slots, columns] = self._to_device(plan.page_ids[entries])
+                slots = self.to_device(plan.page_slots[entries].astype(np.int64))
+                columns = self.to_device(plan.page_columns[entries].astype(np.int64))
+                table_SC[slots, columns] = self.to_device(plan.page_ids[entries])
 
     def decode_inputs(self, plan: StepPlan, *, size: int) -> IntArray:
         """A step whose rows all decode, as `read_rows` wants it [F, size]: its page-table entries included.
@@ -121,27 +129,27 @@ class Rows:
 
     def stage(self, plan: StepPlan) -> StepInputs:
         """Build the tensors of a step whose plan was written by `update` and `write_pages`."""
-        token_ids = self._to_device(plan.token_ids.astype(np.int64))
-        slots = self._to_device(plan.slots.astype(np.int64))
+        token_ids = self.to_device(plan.token_ids.astype(np.int64))
+        slots = self.to_device(plan.slots.astype(np.int64))
         if plan.num_decodes:
             token_ids = torch.cat((self.state.last_token_S[slots[: plan.num_decodes]], token_ids))
         return StepInputs(token_ids, self._layout(plan, slots))
 
     def _layout(self, plan: StepPlan, slots_R: torch.Tensor) -> StepLayout:
         lengths = plan.starts + plan.counts
-        positions = _positions(plan.starts, plan.counts)
+        token_positions = positions(plan.starts, plan.counts)
         query_starts = np.zeros(len(plan.slots) + 1, dtype=np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
-        columns_used = int(-(-lengths.max() // self._page_size))
-        positions_T = self._to_device(positions)
+        columns_used = int(-(-lengths.max() // self.page_size))
+        positions_T = self.to_device(token_positions)
         page_table_GRC = self.state.page_table_GSC[:, slots_R, :columns_used]
-        row_T = self._to_device(np.repeat(np.arange(len(plan.slots), dtype=np.int64), plan.counts))
+        row_T = self.to_device(np.repeat(np.arange(len(plan.slots), dtype=np.int64), plan.counts))
         return StepLayout(
             positions_T=positions_T,
             slot_mapping_T=tuple(self._page_slots(table, row_T, positions_T) for table in page_table_GRC),
             page_table_RP=tuple(page_table_GRC),
-            query_starts=self._to_device(query_starts),
-            lengths_R=self._to_device(lengths),
+            query_starts=self.to_device(query_starts),
+            lengths_R=self.to_device(lengths),
             num_decodes=plan.num_decodes,
             host_query_lengths=plan.counts.tolist(),
             host_lengths=lengths.tolist(),
@@ -164,10 +172,7 @@ class Rows:
         at most `longest` keys by itself. With `max_pieces`, the step follows the forest of `find_shared`.
         """
         num_rows = len(step.position_B)
-        longest = self._max_length if longest is None else min(longest, self._max_length)
-        shared = None
-        if self._forest is not None and max_pieces:
-            shared = self._forest.shared(num_rows, Found(longest, max_pieces))
+        longest, shared = self.decode_bounds(num_rows, longest=longest, max_pieces=max_pieces)
         return StepLayout(
             positions_T=step.position_B,
             slot_mapping_T=tuple(step.cache_slot_GB),
@@ -176,13 +181,22 @@ class Rows:
             lengths_R=step.length_B,
             num_decodes=num_rows,
             host_query_lengths=[1] * num_rows,
-            host_lengths=[self._max_length if shared else longest] * num_rows,
+            host_lengths=[longest] * num_rows,
             shared=shared,
         )
 
+    def decode_bounds(
+        self, num_rows: int, *, longest: int | None, max_pieces: int
+    ) -> tuple[int, SharedPrefixes | None]:
+        """What a captured step knows of its decoding rows: the most keys of one, and what they share."""
+        longest = self.max_length if longest is None else min(longest, self.max_length)
+        if self._forest is None or not max_pieces:
+            return longest, None
+        return self.max_length, self._forest.shared(num_rows, Found(longest, max_pieces))
+
     def spare_inputs(self, size: int) -> torch.Tensor:
         """Inputs of a step of spare rows (int32 [F, size])."""
-        return self._to_device(self._blank_inputs(size))
+        return self.to_device(self._blank_inputs(size))
 
     def _blank_inputs(self, size: int) -> IntArray:
         inputs = np.full((num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=np.int32)
@@ -191,14 +205,14 @@ class Rows:
 
     def read(self, inputs_FB: torch.Tensor) -> StepRows:
         """What a step of `decode_inputs` (on the device) reads of its rows."""
-        return read_rows(self.state, inputs_FB, page_size=self._page_size)
+        return read_rows(self.state, inputs_FB, page_size=self.page_size)
 
     def _page_slots(
         self, page_table_RC: torch.Tensor, row_T: torch.Tensor, positions_T: torch.Tensor
     ) -> torch.Tensor:
         """Where each token's key and value go: page * page_size + offset."""
-        pages_T = page_table_RC[row_T, positions_T // self._page_size].to(torch.int64)
-        return pages_T * self._page_size + positions_T % self._page_size
+        pages_T = page_table_RC[row_T, positions_T // self.page_size].to(torch.int64)
+        return pages_T * self.page_size + positions_T % self.page_size
 
     def sampling_needs(self, slots: IntArray) -> SamplingNeeds:
         """What drawing a token for these rows takes, known without asking the device."""
@@ -219,17 +233,17 @@ class Rows:
         slots = plan.slots[rows]
         positions = (plan.starts + plan.counts)[rows]
         last_tokens = np.cumsum(plan.counts)[rows] - 1
-        slots_Q = self._to_device(slots.astype(np.int64))
+        slots_Q = self.to_device(slots.astype(np.int64))
         return SamplingInputs(
             slots_Q=slots_Q,
-            last_tokens_Q=self._to_device(last_tokens.astype(np.int64)),
+            last_tokens_Q=self.to_device(last_tokens.astype(np.int64)),
             columns=SamplingColumns(
                 temperatures_R=self.state.temperature_S[slots_Q],
                 top_ks_R=self.state.top_k_S[slots_Q],
                 top_ps_R=self.state.top_p_S[slots_Q],
                 min_ps_R=self.state.min_p_S[slots_Q],
                 seeds_R=self.state.seed_S[slots_Q],
-                positions_R=self._to_device(positions.astype(np.int64)),
+                positions_R=self.to_device(positions.astype(np.int64)),
             ),
             needs=self.sampling_needs(slots),
             masked_stop_ids_QK=self._masked_stop_ids(slots, positions),
@@ -243,22 +257,22 @@ class Rows:
         ids = np.full((len(slots), max(1, *map(len, stops))), -1, dtype=np.int32)
         for row, stop_ids in enumerate(stops):
             ids[row, : len(stop_ids)] = stop_ids
-        return self._to_device(ids)
+        return self.to_device(ids)
 
     def _start_rows(self, starts: RowStarts) -> None:
-        slots = self._to_device(starts.slots.astype(np.int64))
-        self.state.temperature_S[slots] = self._to_device(starts.temperatures)
-        self.state.top_k_S[slots] = self._to_device(starts.top_ks)
-        self.state.top_p_S[slots] = self._to_device(starts.top_ps)
-        self.state.min_p_S[slots] = self._to_device(starts.min_ps)
-        self.state.seed_S[slots] = self._to_device(starts.seeds.view(np.int64))
+        slots = self.to_device(starts.slots.astype(np.int64))
+        self.state.temperature_S[slots] = self.to_device(starts.temperatures)
+        self.state.top_k_S[slots] = self.to_device(starts.top_ks)
+        self.state.top_p_S[slots] = self.to_device(starts.top_ps)
+        self.state.min_p_S[slots] = self.to_device(starts.min_ps)
+        self.state.seed_S[slots] = self.to_device(starts.seeds.view(np.int64))
         self._is_random_S[starts.slots] = (starts.temperatures > 0) & (starts.top_ks != 1)
         self._is_filtered_S[starts.slots] = (starts.top_ks != -1) | (starts.top_ps < 1) | (starts.min_ps > 0)
         self._first_free_position_S[starts.slots] = starts.prompt_lengths + starts.min_new_tokens
         for slot, stop_ids in zip(starts.slots.tolist(), starts.stop_ids, strict=True):
             self._stop_ids_S[slot] = stop_ids
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cpu":
             return tensor
@@ -266,7 +280,7 @@ class Rows:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
-def _positions(starts: IntArray, counts: IntArray) -> LongArray:
+def positions(starts: IntArray, counts: IntArray) -> LongArray:
     """`starts[row] + 0, 1, … counts[row] - 1` for all rows, one after the other."""
     first_token = np.cumsum(counts) - counts
     within_row = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first_token, counts)

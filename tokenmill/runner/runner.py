@@ -18,15 +18,24 @@ from tokenmill.errors import InvalidArgument
 from tokenmill.hub import resolve
 from tokenmill.messages import BoolArray, EngineFacts, StepPlan, StepResult
 from tokenmill.models import ModelSpec, read_spec
-from tokenmill.runner.batch import Rows
+from tokenmill.runner.batch import Drawn, Rows
 from tokenmill.runner.capture import CapturePolicy, row_seconds
 from tokenmill.runner.eager import EagerSteps, Part
+from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.memory import PoolSize, build_executor
+from tokenmill.runner.prompt_graphs import PromptGraphs
+from tokenmill.runner.recorder import Recorder
 from tokenmill.runner.startup import Clock, awake, load
 
 _log = logging.getLogger("tokenmill")
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    decodes: DecodeGraphs
+    prompts: PromptGraphs
 
 
 @dataclass(slots=True)
@@ -35,7 +44,7 @@ class _Launched:
 
     plan: StepPlan
     parts: list[Part]
-    tokens: torch.Tensor | None
+    drawn: Drawn | None
 
 
 @dataclass(slots=True)
@@ -43,7 +52,7 @@ class _InFlight:
     """A step whose tokens are on their way to the host."""
 
     samples: BoolArray
-    tokens: torch.Tensor | None  # on the host once `ready`
+    drawn: Drawn | None  # on the host once `ready`
     ready: torch.cuda.Event | None
 
 
@@ -79,13 +88,9 @@ class LocalRunner:
                 sharing=self._executor.sharing,
             )
         self._steps = EagerSteps(self._executor, self._rows)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: _Graphs | None = None
         if placement.cuda_graphs:
-            policy = CapturePolicy(
-                placement.max_running_requests,
-                row_seconds=row_seconds(sum(weight.numel() for weight in weights)),
-            )
-            self._graphs = DecodeGraphs(self._executor, self._rows, policy=policy, device=placement.device)
+            self._graphs = _graphs(self._executor, self._rows, placement, weights)
         clock.lap("pool")
         self._launched: _Launched | None = None
         self._in_flight: deque[_InFlight] = deque()
@@ -98,29 +103,28 @@ class LocalRunner:
             if len(plan.copy_sources):
                 self._copy_pages(plan)
             self._rows.update(plan)
-            tokens = self._replay(plan)
-            parts: list[Part] = []
-            if tokens is None:
-                self._rows.write_pages(plan)
-                parts = self._steps.forward(plan)
-            self._launched = _Launched(plan, parts, tokens)
+            drawn = self._replay(plan)
+            parts = self._steps.forward(plan) if drawn is None else []
+            self._launched = _Launched(plan, parts, drawn)
 
     def sample(self, masks: None) -> None:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
         with torch.inference_mode():
-            tokens = self._steps.draw(step.parts) if step.tokens is None else step.tokens
-            self._in_flight.append(self._send(step.plan, tokens))
+            drawn = step.drawn
+            if drawn is None and (tokens := self._steps.draw(step.parts)) is not None:
+                drawn = Drawn(tokens, np.arange(len(tokens)))
+            self._in_flight.append(self._send(step.plan, drawn))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step and return its tokens."""
         step = self._in_flight.popleft()
         token_ids = np.full(len(step.samples), -1, dtype=np.int32)
-        if step.tokens is not None:
+        if step.drawn is not None:
             if step.ready is not None:
                 step.ready.synchronize()
-            token_ids[step.samples] = step.tokens.numpy()
+            token_ids[step.samples] = step.drawn.tokens.numpy()[step.drawn.places]
         return StepResult(token_ids)
 
     def call(self, name: str, **arguments: Any) -> Any:
@@ -137,24 +141,28 @@ class LocalRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _replay(self, plan: StepPlan) -> torch.Tensor | None:
-        """Queue the step as a graph; None if the step is not of a kind that has one."""
-        every_row_decodes = plan.num_decodes == len(plan.slots)
-        if self._graphs is None or not every_row_decodes:
-            return None
-        if self._rows.hides_stops(plan.slots, plan.starts + 1):
-            return None
-        return self._graphs.replay(plan)
+    def _replay(self, plan: StepPlan) -> Drawn | None:
+        """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
+        graphs, ends = self._graphs, plan.starts + plan.counts
+        if self._rows.hides_stops(plan.slots[plan.samples], ends[plan.samples]):
+            graphs = None
+        if graphs is not None and plan.num_decodes == len(plan.slots):
+            drawn = graphs.decodes.replay(plan)
+            if drawn is None:
+                self._rows.write_pages(plan)
+            return drawn
+        self._rows.write_pages(plan)
+        return None if graphs is None else graphs.prompts.replay(plan)
 
-    def _send(self, plan: StepPlan, tokens: torch.Tensor | None) -> _InFlight:
+    def _send(self, plan: StepPlan, drawn: Drawn | None) -> _InFlight:
         """Queue the way of the tokens to the host."""
-        if tokens is None or self._device.type == "cpu":
-            return _InFlight(plan.samples, tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+        if drawn is None or self._device.type == "cpu":
+            return _InFlight(plan.samples, drawn, None)
+        host = torch.empty(drawn.tokens.shape, dtype=drawn.tokens.dtype, pin_memory=True)
+        host.copy_(drawn.tokens, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
-        return _InFlight(plan.samples, host, ready)
+        return _InFlight(plan.samples, Drawn(host, drawn.places), ready)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         sources = torch.from_numpy(plan.copy_sources.astype(np.int64)).to(self._device)
@@ -171,6 +179,16 @@ class LocalRunner:
             "free_bytes": free,
             "total_bytes": total,
         }
+
+
+def _graphs(executor: Executor, rows: Rows, placement: Placement, weights: list[torch.Tensor]) -> _Graphs:
+    recorder = Recorder(placement.device)
+    most_rows = placement.max_running_requests
+    seconds = row_seconds(sum(weight.numel() for weight in weights))
+    return _Graphs(
+        DecodeGraphs(executor, rows, policy=CapturePolicy(most_rows, row_seconds=seconds), recorder=recorder),
+        PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
+    )
 
 
 def _facts(

@@ -22,8 +22,9 @@ from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
-from tokenmill.runner.graphs import SHORT_KEYS, StepKind, decode_step
+from tokenmill.runner.graphs import decode_step
 from tokenmill.runner.hardware import Placement
+from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
 
 _log = logging.getLogger("tokenmill")

@@ -1,0 +1,216 @@
+"""CUDA graphs for short steps that compute prompts, alone or beside rows that decode.
+
+A long step keeps the device busy while the host launches it kernel by kernel; a short one does not. Its
+graph has room for a number of tokens, of which the first belong to rows that decode, however many there are;
+what is left over goes to the spare row.
+
+Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenmill.attention.base import StepLayout
+from tokenmill.messages import IntArray, LongArray, StepPlan
+from tokenmill.runner.batch import Drawn, Rows, positions
+from tokenmill.runner.executor import Executor
+from tokenmill.runner.recorder import Graph, Recorder, StepKind, step_kind
+from tokenmill.sampling import SamplingColumns, sample
+
+_log = logging.getLogger("tokenmill")
+
+# A graph costs about as much as launching this many steps of its shape kernel by kernel.
+_STEPS_BEFORE_CAPTURE = 3
+# Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
+_LAUNCH_SECONDS = 0.025
+_TOKENS = (16, 32, 64, *range(96, 320, 32), *range(320, 1025, 64))
+_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_PROMPTS = (4, 16, 64)
+# Rows of which this much was computed before are worth another kernel.
+_LONG_PREFIX = 4  # times the tokens of the step
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a graph is made for: room for tokens and rows, and what decides which kernels it launches."""
+
+    tokens: int
+    decodes: int
+    prompts: int
+    long_prefixes: bool  # of prompts
+    kind: StepKind
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prompts
+
+    @property
+    def num_inputs(self) -> int:
+        return 3 * self.tokens + 4 * self.rows + self.prompts + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    inputs: torch.Tensor  # int32, as `pack` makes them
+
+
+class PromptGraphs:
+    """Replays short steps with prompts. Not thread-safe; owned by one runner."""
+
+    def __init__(
+        self, executor: Executor, rows: Rows, *, row_seconds: float, most_rows: int, recorder: Recorder
+    ) -> None:
+        """`row_seconds`: roughly what one more token costs a step; `most_rows`: rows that there can be."""
+        self._executor = executor
+        self._rows = rows
+        self._recorder = recorder
+        self._most_tokens = min(_TOKENS[-1], int(_LAUNCH_SECONDS / row_seconds))
+        self._most_rows = most_rows
+        self._steps: Counter[StepShape] = Counter()
+        self._graphs: dict[StepShape, _Captured] = {}
+
+    def replay(self, plan: StepPlan) -> Drawn | None:
+        """Queue a step; its tokens are valid until the next replay.
+
+        The rows must be up to date with the plan, page tables included. None: there is no graph for it (yet).
+        """
+        shape = self._shape(plan)
+        captured = None if shape is None else self._graph(shape)
+        if shape is None or captured is None:
+            return None
+        inputs = pack(plan, shape, spare_slot=self._rows.spare_slot)
+        captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        captured.graph.replay()
+        return Drawn(captured.graph.tokens, _row_places(plan, shape)[plan.samples])
+
+    def _shape(self, plan: StepPlan) -> StepShape | None:
+        num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
+        if num_tokens > self._most_tokens or num_prompts > _PROMPTS[-1]:
+            return None
+        tokens = _at_least(_TOKENS, num_tokens)
+        longest = int((plan.starts + plan.counts)[plan.num_decodes :].max())
+        return StepShape(
+            tokens=tokens,
+            decodes=min(tokens, self._most_rows, _at_least(_DECODES, plan.num_decodes)),
+            prompts=_at_least(_PROMPTS, num_prompts),
+            long_prefixes=longest >= _LONG_PREFIX * tokens,
+            kind=step_kind(self._rows, plan),
+        )
+
+    def _graph(self, shape: StepShape) -> _Captured | None:
+        if shape not in self._graphs:
+            self._steps[shape] += 1
+            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE:
+                return None
+            try:
+                self._graphs[shape] = self._capture(shape)
+            except torch.OutOfMemoryError:
+                _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
+                self._most_tokens = 0
+                return None
+        return self._graphs[shape]
+
+    def _capture(self, shape: StepShape) -> _Captured:
+        """Record the step on the spare row."""
+        inputs = self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot))
+        graph = self._recorder.record(
+            lambda: prompt_step(self._executor, self._rows, inputs, shape), str(shape)
+        )
+        return _Captured(graph, inputs)
+
+
+def pack(plan: StepPlan, shape: StepShape, *, spare_slot: int) -> IntArray:
+    """What `prompt_step` reads of a plan that fits into the shape."""
+    inputs = _spare_inputs(shape, spare_slot)
+    tokens_T, rows_R, starts_P = _views(inputs, shape)
+    num_tokens, ends = int(plan.counts.sum()), np.cumsum(plan.counts)
+    tokens_T[0, :num_tokens] = np.repeat(plan.slots, plan.counts)
+    tokens_T[1, :num_tokens] = positions(plan.starts, plan.counts)
+    tokens_T[2, : plan.num_decodes] = -1
+    tokens_T[2, plan.num_decodes : num_tokens] = plan.token_ids
+    places = _row_places(plan, shape)
+    rows_R[0, places] = plan.slots
+    rows_R[1, places] = plan.starts + plan.counts
+    rows_R[2, places] = ends - 1
+    rows_R[3, places[plan.samples]] = plan.slots[plan.samples]
+    num_prompts = len(plan.slots) - plan.num_decodes
+    starts_P[:num_prompts] = (ends - plan.counts)[plan.num_decodes :]
+    starts_P[num_prompts:] = num_tokens
+    return inputs
+
+
+def _spare_inputs(shape: StepShape, spare_slot: int) -> IntArray:
+    """Inputs of a step of the spare row: one token for each decoding row, none for prompts."""
+    inputs = np.zeros(shape.num_inputs, dtype=np.int32)
+    tokens_T, rows_R, starts_P = _views(inputs, shape)
+    tokens_T[0] = spare_slot
+    rows_R[0] = rows_R[3] = spare_slot
+    rows_R[1] = 1
+    starts_P[:] = shape.tokens
+    return inputs
+
+
+def _views(inputs: IntArray, shape: StepShape) -> tuple[IntArray, IntArray, IntArray]:
+    """Of each token: slot, position, id or -1 for the row's last one. Of each row: slot, length with this
+    step's tokens, its last token in the step, the slot that gets the token drawn. First tokens of prompts.
+    """
+    tokens, rows = np.split(inputs[: 3 * shape.tokens + 4 * shape.rows], [3 * shape.tokens])
+    return tokens.reshape(3, -1), rows.reshape(4, -1), inputs[-shape.prompts - 1 :]
+
+
+def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
+    """Where the plan's rows are among those of the shape."""
+    places = np.arange(len(plan.slots))
+    places[plan.num_decodes :] += shape.decodes - plan.num_decodes
+    return places
+
+
+def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
+    """One step from what `pack` says of it, on the device; the tokens drawn for all rows (int64 [R])."""
+    state, page_size, kind = rows.state, rows.page_size, shape.kind
+    tokens, step_rows, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
+    slot_T, position_T, given_T = tokens.to(torch.int64).view(3, -1)
+    slot_R, length_R, last_R, drawing_R = step_rows.to(torch.int64).view(4, -1)
+    column_T, offset_T = position_T // page_size, position_T % page_size
+    decodes = torch.arange(shape.decodes, dtype=torch.int32, device=inputs.device)
+    longest, shared = rows.decode_bounds(shape.decodes, longest=kind.longest, max_pieces=kind.max_pieces)
+    longest_prompt = rows.max_length if shape.long_prefixes else shape.tokens
+    layout = StepLayout(
+        positions_T=position_T,
+        slot_mapping_T=tuple(
+            table_SC[slot_T, column_T].to(torch.int64) * page_size + offset_T
+            for table_SC in state.page_table_GSC
+        ),
+        page_table_RP=tuple(table_SC[slot_R] for table_SC in state.page_table_GSC),
+        query_starts=torch.cat((decodes, starts_P)),
+        lengths_R=length_R.to(torch.int32),
+        num_decodes=shape.decodes,
+        host_query_lengths=[1] * shape.decodes + [shape.tokens] * shape.prompts,
+        host_lengths=[longest] * shape.decodes + [longest_prompt] * shape.prompts,
+        shared=shared,
+    )
+    token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
+    hidden_RD = executor.forward(token_id_T, layout, needed_N=last_R)
+    columns = SamplingColumns(
+        temperatures_R=state.temperature_S[slot_R],
+        top_ks_R=state.top_k_S[slot_R],
+        top_ps_R=state.top_p_S[slot_R],
+        min_ps_R=state.min_p_S[slot_R],
+        seeds_R=state.seed_S[slot_R],
+        positions_R=length_R,
+    )
+    tokens_R = sample(executor.logits(hidden_RD), columns, kind.needs)
+    state.last_token_S[drawing_R] = tokens_R
+    return tokens_R
+
+
+def _at_least(ascending: tuple[int, ...], wanted: int) -> int:
+    return ascending[bisect.bisect_left(ascending, wanted)]

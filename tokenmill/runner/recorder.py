@@ -1,0 +1,109 @@
+"""How a step becomes a CUDA graph, and what kinds of graph there are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.messages import StepPlan
+from tokenmill.runner.batch import Rows
+from tokenmill.sampling import SamplingNeeds
+
+_log = logging.getLogger("tokenmill")
+
+# Rows that read no more keys than this by themselves are not split where rows are many, and a graph of only
+# such rows is spared the programs that would find nothing to do.
+SHORT_KEYS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What decides which kernels a step launches, beside the number of its rows."""
+
+    needs: SamplingNeeds
+    longest: int | None = None  # bound of the keys that a decoding row reads by itself; None: all it can have
+    max_pieces: int = 0  # bound of the pieces that shared prefixes leave in a row; 0: nothing is shared
+
+
+def step_kind(rows: Rows, plan: StepPlan) -> StepKind:
+    """The kind of a step; what its decoding rows share is brought up to date."""
+    needs = rows.sampling_needs(plan.slots)
+    # Greedy rows are drawn by the same kernels as random ones.
+    needs = SamplingNeeds(random=True, filters=needs.random and needs.filters)
+    slots, positions = plan.slots[: plan.num_decodes], plan.starts[: plan.num_decodes]
+    if not len(slots):
+        return StepKind(needs, SHORT_KEYS)
+    found = rows.find_shared(slots, positions)
+    longest = int(positions.max()) + 1 if found is None else found.longest_own
+    return StepKind(
+        needs, SHORT_KEYS if longest <= SHORT_KEYS else None, 0 if found is None else found.max_pieces
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step. The tensor is the graph's own."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: torch.Tensor  # int64, what a replay drew; valid until the next one
+    seconds: float  # that the capture took
+
+    def replay(self) -> None:
+        """Queue the step."""
+        self.graph.replay()
+
+
+class Recorder:
+    """Captures steps of one runner. Kernels are compiled before (`warmup.py`), so a capture only records.
+
+    All graphs share one memory pool, because they never run at the same time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._used = False
+
+    def record(self, step: Callable[[], torch.Tensor], title: str) -> Graph:
+        """Capture `step`, which returns the tokens it draws and may run on nobody's rows meanwhile.
+
+        Raises torch.OutOfMemoryError if there is no memory for the graph.
+        """
+        began = time.perf_counter()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if not self._used:  # cuBLAS takes its workspace for this stream
+                step()
+            self._used = True
+            try:
+                graph, tokens = self._capture(step)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # something sets itself up at its first use, not in a capture
+                _log.warning("capturing %s failed, trying again after a run: %s", title, error)
+                step()
+                graph, tokens = self._capture(step)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        seconds = time.perf_counter() - began
+        _log.debug("captured %s, in %.3f s", title, seconds)
+        return Graph(graph, tokens, seconds)
+
+    def _capture(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The step as a graph, and the tokens it will draw. Nothing runs."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a second engine) may go on using the device meanwhile.
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            tokens = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is void, which is no news
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, tokens
