@@ -63,8 +63,14 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
     return decodes + prefills or [(1, 1)]
 
 
+@pytest.mark.parametrize("fewest_streams", [1, 1000])
 @pytest.mark.parametrize("seed", range(14))
-def test_random_batches(ragged: SimpleNamespace, seed: int) -> None:
+def test_random_batches(
+    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seed: int, fewest_streams: int
+) -> None:
+    from tokenmill.kernels import triton_balanced
+
+    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", fewest_streams)
     draw = random.Random(seed)
     heads, kv_heads, head_dim = HEADS[seed % len(HEADS)]
     dtype = list(LIMITS)[seed % 3]
@@ -123,8 +129,14 @@ def test_prompts_of_every_head_size(
     assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
 
 
-def test_a_captured_step_follows_the_device(ragged: SimpleNamespace) -> None:
+@pytest.mark.parametrize("fewest_streams", [1, 1000])
+def test_a_captured_step_follows_the_device(
+    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fewest_streams: int
+) -> None:
     """A graph planned with upper bounds gives each row's own answer after lengths and pages have changed."""
+    from tokenmill.kernels import triton_balanced
+
+    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", fewest_streams)
     spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
     first, second = (
         ragged.ragged_step(
@@ -312,13 +324,13 @@ def test_steps_of_one_engine_share_kernels_and_never_wait(
     spec = AttentionSpec(14, 2, 64, scale=0.125)
     batches = [
         [(1, 10)] * decodes + [(queries, queries + 3)] * prefills
-        for decodes, prefills, queries in ((4, 3, 20), (3, 1, 2), (7, 2, 64), (16, 5, 33), (1, 1, 7))
+        for decodes, prefills, queries in ((4, 3, 20), (70, 1, 2), (7, 2, 64), (16, 5, 33), (90, 1, 7))
     ]
     steps = [
         ragged.ragged_step(spec, rows, page_size=16, dtype=torch.bfloat16, seed=index, device="cuda")
         for index, rows in enumerate(batches)
     ]
-    for step in steps[:2]:  # a tiling for many queries, and one for few
+    for step in steps[:2]:  # few rows and many, a tiling for many queries and one for few
         answer(backend_for(step, spec, 16), step)
     compilations.clear()
     torch.cuda.synchronize()

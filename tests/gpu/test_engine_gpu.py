@@ -63,46 +63,71 @@ def test_greedy_tokens_are_those_of_transformers(
         assert repeated["output_ids"] == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_short_steps_with_prompts_are_replayed(
-    make_model: Callable[..., Path],
-    transformers_greedy: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    head_dim: int,
-    dtype: str,
-) -> None:
-    """Prompts cut in many ways, beside rows that decode; prefixes long enough for the other prompt kernel."""
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Every short step with prompts gets a graph at once; says of each whether it was replayed."""
     from tokenmill.runner import prompt_graphs
 
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
-    drawn: list[Any] = []
-    replay = prompt_graphs.PromptGraphs.replay
-    monkeypatch.setattr(
-        prompt_graphs.PromptGraphs,
-        "replay",
-        lambda self, plan: drawn.append(replay(self, plan)) or drawn[-1],
-    )
-    folder = make_model("qwen3", dtype=dtype, head_dim=head_dim)
-    results = {}
-    for chunk in (24, 40, 150):
+    replay, steps = prompt_graphs.PromptGraphs.replay, []
+
+    def observed(self: Any, plan: Any) -> Any:
+        drawn = replay(self, plan)
+        steps.append(drawn is not None)
+        return drawn
+
+    monkeypatch.setattr(prompt_graphs.PromptGraphs, "replay", observed)
+    return steps
+
+
+@pytest.mark.parametrize("chunk", [24, 40, 150])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_replayed_steps_with_prompts_give_the_tokens_of_transformers(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    replayed: list[bool],
+    head_dim: int,
+    chunk: int,
+) -> None:
+    folder = make_model("qwen3", head_dim=head_dim)
+    with sgl.Engine(
+        model_path=str(folder),
+        device="cuda",
+        dtype="float32",
+        mem_fraction_static=0.2,
+        chunked_prefill_size=chunk,
+        max_running_requests=9,
+    ) as engine:
+        results = engine.generate(input_ids=prompts(30), sampling_params=greedy())
+    assert len(replayed) > 10
+    assert all(replayed)
+    for prompt, result in zip(prompts(30), results, strict=True):
+        assert result["output_ids"] == transformers_greedy(folder, prompt, NUM_NEW)
+
+
+def test_replayed_steps_use_the_prompt_kernel_for_long_prefixes(
+    make_model: Callable[..., Path], replayed: list[bool]
+) -> None:
+    """In short numbers, which that kernel takes, tokens part at near ties: but not most, and not at once."""
+    folder, rng = make_model("llama", dtype="bfloat16", head_dim=128), random.Random(3)
+    shared = [rng.randrange(256) for _ in range(180)]
+    batch = [shared + [rng.randrange(256) for _ in range(20)] for _ in range(40)]
+    first = []
+    for more in ({}, {"disable_cuda_graph": True}):
         with sgl.Engine(
             model_path=str(folder),
             device="cuda",
             mem_fraction_static=0.2,
-            chunked_prefill_size=chunk,
-            max_running_requests=9,
+            chunked_prefill_size=45,
+            max_running_requests=20,
+            **more,
         ) as engine:
-            results[chunk] = engine.generate(input_ids=prompts(30), sampling_params=greedy())
-    assert len(drawn) > 60
-    assert all(drawn)
-    for chunk, rows in results.items():
-        for prompt, row in zip(prompts(30), rows, strict=True):
-            expected = transformers_greedy(folder, prompt, NUM_NEW)
-            if dtype == "float32":
-                assert row["output_ids"] == expected, chunk
-            else:  # numbers this short part at near ties; a wrong key would part everything at once
-                assert row["output_ids"][:2] == expected[:2], chunk
+            engine.generate(input_ids=shared, sampling_params={"max_new_tokens": 1})
+            results = engine.generate(input_ids=batch, sampling_params={**greedy(), "max_new_tokens": 2})
+            first.append([result["output_ids"][0] for result in results])
+    assert sum(replayed) > 10
+    same = sum(ours == plain for ours, plain in zip(*first, strict=True))
+    assert same >= 36
 
 
 @pytest.mark.parametrize("more", [{}, {"disable_cuda_graph": True}], ids=["graphs", "no-graphs"])

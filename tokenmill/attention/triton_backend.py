@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
-from tokenmill.kernels import triton_attention, triton_decode, triton_prefill
+from tokenmill.kernels import triton_attention, triton_balanced, triton_decode, triton_prefill
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kernels.triton_rotary import rotate_and_store
@@ -31,6 +31,8 @@ class _Work:
     longest_query: int
     longest_row: int  # of those with more than one query
     prefill_starts: torch.Tensor  # int32 [prefill rows + 1], their first tokens in the step
+    # Of the decoding rows, by the keys of a tile; made when the first layer needs them.
+    tiles: dict[int, triton_balanced.Tiles]
 
 
 class TritonBackend:
@@ -61,6 +63,7 @@ class TritonBackend:
             longest_query=max(layout.host_query_lengths[num_decodes:], default=0),
             longest_row=max(layout.host_lengths[num_decodes:], default=0),
             prefill_starts=layout.query_starts[num_decodes:],
+            tiles={},
         )
 
     def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
@@ -97,15 +100,7 @@ class TritonBackend:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         split = layout.num_decodes
         if split:
-            triton_decode.decode(
-                q_THD[:split],
-                self._rows(layout, layer, slice(0, split)),
-                scale=spec.scale,
-                window=spec.window,
-                longest=work.longest_decode,
-                out_RHD=out_THD[:split],
-                shared=layout.shared,
-            )
+            self._decode(q_THD[:split], layer, out_RHD=out_THD[:split])
         if work.longest_query:
             triton_prefill.prefill(
                 q_THD,
@@ -120,6 +115,30 @@ class TritonBackend:
                 out_THD=out_THD,
             )
         return out_THD
+
+    def _decode(self, q_RHD: torch.Tensor, layer: int, *, out_RHD: torch.Tensor) -> None:
+        """Attention of the rows that decode."""
+        assert self._work is not None, "plan() comes first"
+        spec, work, layout = self._specs[layer], self._work, self._work.layout
+        rows = self._rows(layout, layer, slice(0, len(q_RHD)))
+        whole = spec.window is None and layout.shared is None
+        if whole and triton_balanced.pays(len(q_RHD), spec.num_heads, spec.num_kv_heads):
+            keys = triton_decode.tile_keys(spec.head_dim, q_RHD.element_size())
+            if keys not in work.tiles:
+                work.tiles[keys] = triton_balanced.list_tiles(
+                    rows.lengths_R, keys=keys, longest=work.longest_decode
+                )
+            triton_balanced.decode(q_RHD, rows, work.tiles[keys], scale=spec.scale, out_RHD=out_RHD)
+            return
+        triton_decode.decode(
+            q_RHD,
+            rows,
+            scale=spec.scale,
+            window=spec.window,
+            longest=work.longest_decode,
+            out_RHD=out_RHD,
+            shared=layout.shared,
+        )
 
     def _rows(self, layout: StepLayout, layer: int, rows: slice) -> triton_attention.PagedRows:
         return triton_attention.PagedRows(

@@ -25,7 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import COPY_ALIGNMENT, LOG2_E, ROWS_PER_SEARCH, PagedRows
+from tokenmill.kernels.triton_attention import (
+    COPY_ALIGNMENT,
+    LOG2_E,
+    ROWS_PER_SEARCH,
+    PagedRows,
+    num_processors,
+)
 
 HEAD_DIM = 128  # with smaller heads the exponentials cost as much as the products, and the plain kernel wins
 # Measured on an H200: below both, starting a program of this size costs more than it gains.
@@ -102,7 +108,7 @@ def prefill(
     group = num_heads // num_kv_heads
     tiling = hopper_tiling(longest_query)
     num_tiles = num_kv_heads * (num_tokens * group // (tiling.groups * 64) + num_rows)
-    num_programs = min(num_tiles, _processors(q_THD.device)) if tiling.persistent else num_tiles
+    num_programs = min(num_tiles, num_processors(q_THD.device)) if tiling.persistent else num_tiles
     _prefill_kernel[(num_programs,)](
         q_THD,
         _step_tiles(k_TKD, tiling.keys),
@@ -136,11 +142,6 @@ def prefill(
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _step_tiles(x_TKD: torch.Tensor, keys: int) -> TensorDescriptor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -28,6 +29,12 @@ class PagedRows:
     value_cache_NBKD: torch.Tensor  # same strides as the keys
     page_table_RP: torch.Tensor
     lengths_R: torch.Tensor
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where there is none but an interpreter of kernels."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def store(

@@ -249,6 +249,11 @@ def decode_tiling(block_dim: int, element_size: int) -> Tiling:
     return Tiling(min(128, max(16, DECODE_TILE_BYTES // (block_dim * element_size))), 4, 5)
 
 
+def tile_keys(head_dim: int, element_size: int) -> int:
+    """Keys that a program takes at a time, of one head."""
+    return decode_tiling(_block(head_dim), element_size).keys
+
+
 def shared_tiling(head_dim: int, element_size: int) -> Tiling:
     """The tile of a program that reads a shared segment."""
     if element_size == 4:

@@ -1,0 +1,158 @@
+"""Decoding rows in runs of equal length, against softmax attention written out in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenmill.attention import create_backend
+from tokenmill.attention.base import AttentionSpec
+
+pytestmark = [
+    pytest.mark.cpu,
+    # Triton's interpreter turns one-element arrays into loop bounds.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+Rows = list[tuple[int, int]]
+
+
+@pytest.fixture
+def balanced(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
+    """`balanced(runs)` has every step decoded in so many runs; gives the tiles of each layer."""
+    from tokenmill.kernels import triton_balanced
+
+    counts: list[int] = []
+    decode = triton_balanced.decode
+
+    def counted(q: torch.Tensor, rows: object, tiles: triton_balanced.Tiles, **more: object) -> None:
+        counts.append(int(tiles.count))
+        decode(q, rows, tiles, **more)
+
+    def choose(runs: int) -> list[int]:
+        monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", 1)
+        monkeypatch.setattr(triton_balanced, "PROGRAMS_PER_PROCESSOR", 1)
+        monkeypatch.setattr(triton_balanced, "num_processors", lambda device: runs)
+        monkeypatch.setattr(triton_balanced, "decode", counted)
+        return counts
+
+    return choose
+
+
+def error(
+    ragged: SimpleNamespace,
+    device: str,
+    spec: AttentionSpec,
+    rows: Rows,
+    *,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    step = ragged.ragged_step(spec, rows, page_size=page_size, dtype=dtype, seed=len(rows), device=device)
+    backend = create_backend("triton", [spec] * 2, [step.key_cache] * 2, [step.value_cache] * 2, page_size)
+    backend.plan(step.layout)
+    first = backend.run(step.q, step.k, step.v, 0)
+    out = backend.run(step.q, step.k, step.v, 1)
+    assert torch.equal(first, out)  # layers share the list of tiles
+    return float(ragged.relative_error(out, step.expected))
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(7, 1, 64), (2, 2, 80), (4, 2, 96), (2, 1, 128), (1, 1, 256)]
+)
+def test_heads_and_dtypes(
+    ragged: SimpleNamespace,
+    triton_device: str,
+    balanced: Callable[[int], list[int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    counts = balanced(3 * kv_heads)
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    rows = [(1, 1), (1, 170), (1, 33), (5, 5), (3, 20)]
+    assert error(ragged, triton_device, spec, rows, dtype=dtype) < LIMITS[dtype]
+    assert len(counts) == 2
+
+
+@pytest.mark.parametrize("runs", [1, 2, 5, 40])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([1000], id="one row in all runs"),
+        pytest.param([64, 128, 32], id="whole tiles"),
+        pytest.param([1, 1, 1], id="fewer tiles than runs"),
+        pytest.param([1, 700, 1, 90, 33, 32, 31], id="long beside short"),
+    ],
+)
+def test_runs_that_cut_rows(
+    ragged: SimpleNamespace,
+    triton_device: str,
+    balanced: Callable[[int], list[int]],
+    lengths: list[int],
+    runs: int,
+) -> None:
+    counts = balanced(runs)
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    assert error(ragged, triton_device, spec, [(1, length) for length in lengths]) < LIMITS[torch.float32]
+    assert counts == [sum(-(-length // 32) for length in lengths)] * 2
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
+    runs=st.integers(1, 12),
+    page_size=st.sampled_from([1, 4, 16]),
+)
+def test_any_rows_in_any_runs(
+    ragged: SimpleNamespace,
+    triton_device: str,
+    balanced: Callable[[int], list[int]],
+    lengths: list[int],
+    runs: int,
+    page_size: int,
+) -> None:
+    balanced(runs)
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    rows = [(1, length) for length in lengths]
+    assert error(ragged, triton_device, spec, rows, page_size=page_size) < LIMITS[torch.float32]
+
+
+def test_more_rows_and_tiles_than_are_listed_at_once(
+    ragged: SimpleNamespace,
+    triton_device: str,
+    balanced: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tokenmill.kernels import triton_balanced
+
+    monkeypatch.setattr(triton_balanced, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(triton_balanced, "LISTED_AT_ONCE", 2)
+    balanced(3)
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    rows = [(1, 10 + 40 * index) for index in range(7)]
+    assert error(ragged, triton_device, spec, rows) < LIMITS[torch.float32]
+
+
+def test_few_rows_and_windows_are_not_for_it(
+    ragged: SimpleNamespace, triton_device: str, balanced: Callable[[int], list[int]]
+) -> None:
+    counts = balanced(3)
+    windowed = AttentionSpec(2, 1, 64, scale=0.125, window=20)
+    assert error(ragged, triton_device, windowed, [(1, 70), (1, 10)]) < LIMITS[torch.float32]
+    many_queries = AttentionSpec(17, 1, 64, scale=0.125)
+    assert error(ragged, triton_device, many_queries, [(1, 70)]) < LIMITS[torch.float32]
+    assert counts == []

@@ -1,0 +1,302 @@
+"""Paged attention of many rows with one query each: every program streams the same number of keys.
+
+The keys of all rows stand in one list of tiles, and each program takes an equal run of it, whatever rows
+that cuts: no program is left over at the end, and none starts anew at each row. A row that lies in one run is
+complete; of the others each run leaves a piece, and a second kernel puts those together.
+
+Letters as in `attention/base.py`; nothing here waits for the device, and a launch depends on host numbers
+only through upper bounds. The kernels for few rows, windows and shared prefixes are in `triton_decode.py`.
+"""
+
+# Triton rewrites these functions: their arguments are pointers and scalars of its own language.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
+
+# Measured on an H200: four programs to a processor, each with two tiles on their way.
+PROGRAMS_PER_PROCESSOR = 4
+STAGES = 3
+REGISTERS = 128
+FEWEST_STREAMS = 96  # pairs of row and key head; with fewer, starting to stream takes most of the time
+MOST_QUERIES = 16  # of a key head: their answers must stay in registers
+PIECES_AT_ONCE = 8
+LISTED_AT_ONCE = 256
+ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The keys of a step's rows in tiles, the rows one after the other."""
+
+    keys: int  # of a tile; the last one of a row may be partly empty
+    entries_3N: torch.Tensor  # int32: row, first key, length of the row; only the first `count` are written
+    count: torch.Tensor  # int32 [1]
+
+
+def pays(num_rows: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether so many rows are decoded faster by these kernels."""
+    return num_rows * num_kv_heads >= FEWEST_STREAMS and num_heads <= MOST_QUERIES * num_kv_heads
+
+
+def list_tiles(lengths_R: torch.Tensor, *, keys: int, longest: int) -> Tiles:
+    """The tiles of rows of these lengths (int32, at least 1), of which `longest` is a bound."""
+    num_rows, device = lengths_R.shape[0], lengths_R.device
+    entries_3N = torch.empty((3, num_rows * triton.cdiv(longest, keys)), dtype=torch.int32, device=device)
+    # While kernels are compiled, this one may be skipped: then there are no tiles.
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    _list_kernel[(num_rows,)](
+        lengths_R,
+        entries_3N,
+        count,
+        entries_3N.shape[1],
+        num_rows,
+        BLOCK_N=keys,
+        ROWS_AT_ONCE=ROWS_AT_ONCE,
+        LISTED_AT_ONCE=LISTED_AT_ONCE,
+        num_warps=4,
+    )
+    return Tiles(keys, entries_3N, count)
+
+
+def decode(
+    q_RHD: torch.Tensor, rows: PagedRows, tiles: Tiles, *, scale: float, out_RHD: torch.Tensor
+) -> None:
+    """Attention of one query per row, its last token, over all its keys, written to `out_RHD`.
+
+    `tiles` are those of the rows' lengths.
+    """
+    _, num_heads, head_dim = q_RHD.shape
+    num_kv_heads = rows.key_cache_NBKD.shape[2]
+    group = num_heads // num_kv_heads
+    num_runs = max(1, PROGRAMS_PER_PROCESSOR * num_processors(q_RHD.device) // num_kv_heads)
+    block_queries, block_dim = (max(16, triton.next_power_of_2(size)) for size in (group, head_dim))
+    # The pieces of a run's first row and of its last one, if they do not lie in it as a whole.
+    shape = (num_kv_heads, num_runs, 2, block_queries)
+    parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_RHD.device)
+    logs = torch.empty(shape, dtype=torch.float32, device=q_RHD.device)
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_G": block_queries,
+        "BLOCK_N": tiles.keys,
+        "BLOCK_DIM": block_dim,
+    }
+    _balanced_kernel[(num_kv_heads, num_runs)](
+        q_RHD,
+        rows.key_cache_NBKD,
+        rows.value_cache_NBKD,
+        rows.page_table_RP,
+        tiles.entries_3N,
+        tiles.count,
+        out_RHD,
+        parts,
+        logs,
+        scale * LOG2_E,
+        tiles.entries_3N.shape[1],
+        q_RHD.stride(0),
+        q_RHD.stride(1),
+        *rows.key_cache_NBKD.stride()[:3],
+        rows.page_table_RP.stride(0),
+        out_RHD.stride(0),
+        out_RHD.stride(1),
+        **constants,
+        PAGE_SIZE=rows.key_cache_NBKD.shape[1],
+        STAGES=STAGES,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
+    _join_kernel[(num_heads, num_runs)](
+        parts,
+        logs,
+        tiles.entries_3N,
+        tiles.count,
+        out_RHD,
+        tiles.entries_3N.shape[1],
+        out_RHD.stride(0),
+        out_RHD.stride(1),
+        **constants,
+        PIECES=PIECES_AT_ONCE,
+        num_warps=1,
+    )
+
+
+# ── kernels ───────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_entry"], do_not_specialize_on_alignment=["lengths"])
+def _list_kernel(
+    lengths,
+    entries,
+    count,
+    stride_entry,
+    num_rows,
+    BLOCK_N: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+    LISTED_AT_ONCE: tl.constexpr,
+):
+    """One row: its tiles, behind those of all rows before it."""
+    row = tl.program_id(0)
+    before = 0
+    for begin in range(0, row, ROWS_AT_ONCE):
+        others = begin + tl.arange(0, ROWS_AT_ONCE)
+        before += tl.sum(tl.cdiv(tl.load(lengths + others, mask=others < row, other=0), BLOCK_N), axis=0)
+    length = tl.load(lengths + row)
+    number = tl.cdiv(length, BLOCK_N)
+    for begin in range(0, number, LISTED_AT_ONCE):
+        tiles = begin + tl.arange(0, LISTED_AT_ONCE)
+        keep = tiles < number
+        nothing = tl.zeros((LISTED_AT_ONCE,), tl.int32)
+        target = entries + before + tiles
+        tl.store(target, row + nothing, mask=keep)
+        tl.store(target + stride_entry, tiles * BLOCK_N, mask=keep)
+        tl.store(target + 2 * stride_entry, length + nothing, mask=keep)
+    if row == num_rows - 1:
+        tl.store(count, before + number)
+
+
+@triton.jit
+def _run_start(count, program, programs):
+    """The first tile of a program: `count` tiles in `programs` runs that differ by one at most."""
+    return (tl.cast(count, tl.int64) * program // programs).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["stride_entry", "stride_table"], do_not_specialize_on_alignment=["page_table"])
+def _balanced_kernel(
+    q,
+    key_cache,
+    value_cache,
+    page_table,
+    entries,
+    count,
+    out,
+    parts,
+    logs,
+    scale_log2,
+    stride_entry,
+    stride_qt,
+    stride_qh,
+    stride_page,
+    stride_token,
+    stride_head,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    num_tiles = tl.load(count)
+    program = tl.program_id(1)
+    begin = _run_start(num_tiles, program, tl.num_programs(1))
+    end = _run_start(num_tiles, program + 1, tl.num_programs(1))
+    members = tl.arange(0, BLOCK_G)
+    columns = tl.arange(0, BLOCK_DIM)
+    heads = tl.program_id(0) * GROUP + members
+    keep_q = (members < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    query_offsets = heads[:, None] * stride_qh + columns[None, :]
+    head_offset = tl.program_id(0).to(tl.int64) * stride_head
+    acc = tl.zeros((BLOCK_G, BLOCK_DIM), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        row = tl.load(entries + tile).to(tl.int64)
+        start = tl.load(entries + stride_entry + tile)
+        length = tl.load(entries + 2 * stride_entry + tile)
+        positions = start + tl.arange(0, BLOCK_N)
+        keep = positions < length
+        pages = tl.load(page_table + row * stride_table + positions // PAGE_SIZE, mask=keep, other=0)
+        offsets = pages.to(tl.int64) * stride_page + (positions % PAGE_SIZE) * stride_token + head_offset
+        keep_n = keep[:, None] & (columns < HEAD_DIM)[None, :]
+        k = tl.load(key_cache + offsets[:, None] + columns[None, :], mask=keep_n, other=0)
+        query = tl.load(q + row * stride_qt + query_offsets, mask=keep_q, other=0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(keep[None, :], scores, float("-inf"))
+        # A row that begins forgets the one before: its factor is the power of minus infinity.
+        peak = tl.where((start == 0) | (tile == begin), float("-inf"), peak)
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.load(value_cache + offsets[:, None] + columns[None, :], mask=keep_n, other=0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        peak = new_peak
+        ends = start + BLOCK_N >= length
+        if ends | (tile + 1 == end):
+            begins = tile - start // BLOCK_N >= begin
+            answer = acc / total[:, None]
+            if begins & ends:
+                target = out + row * stride_ot + heads[:, None] * stride_oh + columns[None, :]
+                tl.store(target, answer.to(out.dtype.element_ty), mask=keep_q)
+            else:
+                piece = (tl.program_id(0) * tl.num_programs(1) + program) * 2 + begins.to(tl.int32)
+                places = piece * BLOCK_G + members
+                tl.store(parts + places[:, None] * HEAD_DIM + columns[None, :], answer, mask=keep_q)
+                tl.store(logs + places, peak + tl.log2(total))
+
+
+@triton.jit(do_not_specialize=["stride_entry"])
+def _join_kernel(
+    parts,
+    logs,
+    entries,
+    count,
+    out,
+    stride_entry,
+    stride_ot,
+    stride_oh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """One head of the row with which a run begins, if the row began in another run and ends in this one."""
+    num_tiles = tl.load(count)
+    head = tl.program_id(0)
+    run = tl.program_id(1)
+    num_runs = tl.num_programs(1)
+    begin = _run_start(num_tiles, run, num_runs)
+    end = _run_start(num_tiles, run + 1, num_runs)
+    if begin == end:
+        return
+    row = tl.load(entries + begin).to(tl.int64)
+    first = begin - tl.load(entries + stride_entry + begin) // BLOCK_N
+    last = first + tl.cdiv(tl.load(entries + 2 * stride_entry + begin), BLOCK_N) - 1
+    if (first == begin) | (last >= end):
+        return
+    opening = (((first + 1).to(tl.int64) * num_runs - 1) // num_tiles).to(tl.int32)  # run of the first tile
+    columns = tl.arange(0, BLOCK_DIM)
+    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for some in range(opening, run + 1, PIECES):
+        runs = some + tl.arange(0, PIECES)
+        # Where tiles are fewer than runs, some runs have none.
+        keep = runs <= run
+        keep = keep & (_run_start(num_tiles, runs, num_runs) < _run_start(num_tiles, runs + 1, num_runs))
+        places = (head // GROUP * num_runs + runs) * 2 + (runs == opening).to(tl.int32)
+        places = places * BLOCK_G + head % GROUP
+        log = tl.load(logs + places, mask=keep, other=float("-inf"))
+        keep_p = keep[:, None] & (columns < HEAD_DIM)[None, :]
+        part = tl.load(parts + places[:, None] * HEAD_DIM + columns[None, :], mask=keep_p, other=0)
+        new_peak = tl.maximum(peak, tl.max(log, axis=0))
+        fade = tl.exp2(peak - new_peak)
+        weights = tl.exp2(log - new_peak)
+        total = total * fade + tl.sum(weights, axis=0)
+        acc = acc * fade + tl.sum(part * weights[:, None], axis=0)
+        peak = new_peak
+    target = out + row * stride_ot + head * stride_oh + columns
+    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
