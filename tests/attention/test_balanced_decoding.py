@@ -31,9 +31,9 @@ def balanced(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     counts: list[int] = []
     decode = triton_balanced.decode
 
-    def counted(q: torch.Tensor, rows: object, tiles: triton_balanced.Tiles, **more: object) -> None:
-        counts.append(int(tiles.count))
-        decode(q, rows, tiles, **more)
+    def counted(q: torch.Tensor, rows: object, runs: triton_balanced.Runs, **more: object) -> None:
+        counts.append(int(runs.count))
+        decode(q, rows, runs, **more)
 
     def choose(runs: int) -> list[int]:
         monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", 1)
@@ -59,7 +59,7 @@ def error(
     backend.plan(step.layout)
     first = backend.run(step.q, step.k, step.v, 0)
     out = backend.run(step.q, step.k, step.v, 1)
-    assert torch.equal(first, out)  # layers share the list of tiles
+    assert torch.equal(first, out)  # layers share the runs
     return float(ragged.relative_error(out, step.expected))
 
 

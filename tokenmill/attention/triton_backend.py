@@ -31,8 +31,8 @@ class _Work:
     longest_query: int
     longest_row: int  # of those with more than one query
     prefill_starts: torch.Tensor  # int32 [prefill rows + 1], their first tokens in the step
-    # Of the decoding rows, by the keys of a tile; made when the first layer needs them.
-    tiles: dict[int, triton_balanced.Tiles]
+    # Of the decoding rows, by the keys of a tile and their number; made when the first layer needs them.
+    runs: dict[tuple[int, int], triton_balanced.Runs]
 
 
 class TritonBackend:
@@ -63,7 +63,7 @@ class TritonBackend:
             longest_query=max(layout.host_query_lengths[num_decodes:], default=0),
             longest_row=max(layout.host_lengths[num_decodes:], default=0),
             prefill_starts=layout.query_starts[num_decodes:],
-            tiles={},
+            runs={},
         )
 
     def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
@@ -123,12 +123,8 @@ class TritonBackend:
         rows = self._rows(layout, layer, slice(0, len(q_RHD)))
         whole = spec.window is None and layout.shared is None
         if whole and triton_balanced.pays(len(q_RHD), spec.num_heads, spec.num_kv_heads):
-            keys = triton_decode.tile_keys(spec.head_dim, q_RHD.element_size())
-            if keys not in work.tiles:
-                work.tiles[keys] = triton_balanced.list_tiles(
-                    rows.lengths_R, keys=keys, longest=work.longest_decode
-                )
-            triton_balanced.decode(q_RHD, rows, work.tiles[keys], scale=spec.scale, out_RHD=out_RHD)
+            runs = self._runs(rows.lengths_R, spec, q_RHD.element_size())
+            triton_balanced.decode(q_RHD, rows, runs, scale=spec.scale, out_RHD=out_RHD)
             return
         triton_decode.decode(
             q_RHD,
@@ -139,6 +135,19 @@ class TritonBackend:
             out_RHD=out_RHD,
             shared=layout.shared,
         )
+
+    def _runs(self, lengths_R: torch.Tensor, spec: AttentionSpec, element_size: int) -> triton_balanced.Runs:
+        assert self._work is not None, "plan() comes first"
+        tile_keys = triton_decode.tile_keys(spec.head_dim, element_size)
+        num_runs = triton_balanced.num_runs(lengths_R.device, spec.num_kv_heads)
+        runs = self._work.runs.get((tile_keys, num_runs))
+        if runs is None:
+            longest = self._work.longest_decode
+            runs = triton_balanced.plan_runs(
+                lengths_R, tile_keys=tile_keys, num_runs=num_runs, longest=longest
+            )
+            self._work.runs[tile_keys, num_runs] = runs
+        return runs
 
     def _rows(self, layout: StepLayout, layer: int, rows: slice) -> triton_attention.PagedRows:
         return triton_attention.PagedRows(

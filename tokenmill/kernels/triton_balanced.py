@@ -33,12 +33,15 @@ ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """The keys of a step's rows in tiles, the rows one after the other."""
+class Runs:
+    """The keys of a step's rows in tiles, the rows one after the other, and the runs that programs take."""
 
-    keys: int  # of a tile; the last one of a row may be partly empty
-    entries_3N: torch.Tensor  # int32: row, first key, length of the row; only the first `count` are written
+    tile_keys: int  # the last tile of a row may be partly empty
+    tiles_3N: torch.Tensor  # int32: row, first key, length of the row; only the first `count` are written
     count: torch.Tensor  # int32 [1]
+    # int32, for each run and once more: its first tile; the row to put together at its end, or -1; the run
+    # with that row's first tile.
+    cuts_3P: torch.Tensor
 
 
 def pays(num_rows: int, num_heads: int, num_kv_heads: int) -> bool:
@@ -46,37 +49,51 @@ def pays(num_rows: int, num_heads: int, num_kv_heads: int) -> bool:
     return num_rows * num_kv_heads >= FEWEST_STREAMS and num_heads <= MOST_QUERIES * num_kv_heads
 
 
-def list_tiles(lengths_R: torch.Tensor, *, keys: int, longest: int) -> Tiles:
-    """The tiles of rows of these lengths (int32, at least 1), of which `longest` is a bound."""
+def num_runs(device: torch.device, num_kv_heads: int) -> int:
+    """Programs for each key head; all of them run at the same time."""
+    return max(1, PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads)
+
+
+def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest: int) -> Runs:
+    """What `decode` needs to know of rows of these lengths (int32, at least 1; `longest` is a bound)."""
     num_rows, device = lengths_R.shape[0], lengths_R.device
-    entries_3N = torch.empty((3, num_rows * triton.cdiv(longest, keys)), dtype=torch.int32, device=device)
-    # While kernels are compiled, this one may be skipped: then there are no tiles.
+    tiles_3N = torch.empty((3, num_rows * triton.cdiv(longest, tile_keys)), dtype=torch.int32, device=device)
+    # While kernels are compiled, those that fill these may be skipped: then there are no tiles.
     count = torch.zeros(1, dtype=torch.int32, device=device)
+    cuts_3P = torch.zeros((3, num_runs + 1), dtype=torch.int32, device=device)
     _list_kernel[(num_rows,)](
         lengths_R,
-        entries_3N,
+        tiles_3N,
         count,
-        entries_3N.shape[1],
+        tiles_3N.shape[1],
         num_rows,
-        BLOCK_N=keys,
+        BLOCK_N=tile_keys,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         LISTED_AT_ONCE=LISTED_AT_ONCE,
         num_warps=4,
     )
-    return Tiles(keys, entries_3N, count)
+    _cut_kernel[(1,)](
+        tiles_3N,
+        count,
+        cuts_3P,
+        tiles_3N.shape[1],
+        NUM_RUNS=num_runs,
+        BLOCK_N=tile_keys,
+        BLOCK_RUNS=triton.next_power_of_2(num_runs + 1),
+        num_warps=4,
+    )
+    return Runs(tile_keys, tiles_3N, count, cuts_3P)
 
 
-def decode(
-    q_RHD: torch.Tensor, rows: PagedRows, tiles: Tiles, *, scale: float, out_RHD: torch.Tensor
-) -> None:
+def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, out_RHD: torch.Tensor) -> None:
     """Attention of one query per row, its last token, over all its keys, written to `out_RHD`.
 
-    `tiles` are those of the rows' lengths.
+    `runs` are those of the rows' lengths.
     """
     _, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
     group = num_heads // num_kv_heads
-    num_runs = max(1, PROGRAMS_PER_PROCESSOR * num_processors(q_RHD.device) // num_kv_heads)
+    num_runs = runs.cuts_3P.shape[1] - 1
     block_queries, block_dim = (max(16, triton.next_power_of_2(size)) for size in (group, head_dim))
     # The pieces of a run's first row and of its last one, if they do not lie in it as a whole.
     shape = (num_kv_heads, num_runs, 2, block_queries)
@@ -86,7 +103,6 @@ def decode(
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_G": block_queries,
-        "BLOCK_N": tiles.keys,
         "BLOCK_DIM": block_dim,
     }
     _balanced_kernel[(num_kv_heads, num_runs)](
@@ -94,13 +110,13 @@ def decode(
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
         rows.page_table_RP,
-        tiles.entries_3N,
-        tiles.count,
+        runs.tiles_3N,
+        runs.cuts_3P,
         out_RHD,
         parts,
         logs,
         scale * LOG2_E,
-        tiles.entries_3N.shape[1],
+        runs.tiles_3N.shape[1],
         q_RHD.stride(0),
         q_RHD.stride(1),
         *rows.key_cache_NBKD.stride()[:3],
@@ -108,6 +124,7 @@ def decode(
         out_RHD.stride(0),
         out_RHD.stride(1),
         **constants,
+        BLOCK_N=runs.tile_keys,
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         STAGES=STAGES,
         num_warps=4,
@@ -116,10 +133,8 @@ def decode(
     _join_kernel[(num_heads, num_runs)](
         parts,
         logs,
-        tiles.entries_3N,
-        tiles.count,
+        runs.cuts_3P,
         out_RHD,
-        tiles.entries_3N.shape[1],
         out_RHD.stride(0),
         out_RHD.stride(1),
         **constants,
@@ -131,12 +146,12 @@ def decode(
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride_entry"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=["num_rows", "stride_tile"], do_not_specialize_on_alignment=["lengths"])
 def _list_kernel(
     lengths,
-    entries,
+    tiles,
     count,
-    stride_entry,
+    stride_tile,
     num_rows,
     BLOCK_N: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
@@ -151,36 +166,60 @@ def _list_kernel(
     length = tl.load(lengths + row)
     number = tl.cdiv(length, BLOCK_N)
     for begin in range(0, number, LISTED_AT_ONCE):
-        tiles = begin + tl.arange(0, LISTED_AT_ONCE)
-        keep = tiles < number
+        listed = begin + tl.arange(0, LISTED_AT_ONCE)
+        keep = listed < number
         nothing = tl.zeros((LISTED_AT_ONCE,), tl.int32)
-        target = entries + before + tiles
+        target = tiles + before + listed
         tl.store(target, row + nothing, mask=keep)
-        tl.store(target + stride_entry, tiles * BLOCK_N, mask=keep)
-        tl.store(target + 2 * stride_entry, length + nothing, mask=keep)
+        tl.store(target + stride_tile, listed * BLOCK_N, mask=keep)
+        tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
     if row == num_rows - 1:
         tl.store(count, before + number)
 
 
-@triton.jit
-def _run_start(count, program, programs):
-    """The first tile of a program: `count` tiles in `programs` runs that differ by one at most."""
-    return (tl.cast(count, tl.int64) * program // programs).to(tl.int32)
+@triton.jit(do_not_specialize=["stride_tile"])
+def _cut_kernel(
+    tiles,
+    count,
+    cuts,
+    stride_tile,
+    NUM_RUNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+):
+    """Cut the tiles into runs whose lengths differ by one at most."""
+    runs = tl.arange(0, BLOCK_RUNS)
+    num_tiles = tl.load(count).to(tl.int64)
+    begin = num_tiles * runs // NUM_RUNS
+    end = num_tiles * (runs + 1) // NUM_RUNS
+    some = (runs < NUM_RUNS) & (begin < end)
+    row = tl.load(tiles + begin, mask=some, other=0)
+    start = tl.load(tiles + stride_tile + begin, mask=some, other=0)
+    length = tl.load(tiles + 2 * stride_tile + begin, mask=some, other=0)
+    first = begin - start // BLOCK_N
+    last = first + tl.cdiv(length, BLOCK_N) - 1
+    # A row is put together by the run in which it ends, if it began in another one.
+    joins = some & (first < begin) & (last < end)
+    opening = ((first + 1) * NUM_RUNS - 1) // tl.maximum(num_tiles, 1)
+    keep = runs <= NUM_RUNS
+    tl.store(cuts + runs, begin.to(tl.int32), mask=keep)
+    tl.store(cuts + NUM_RUNS + 1 + runs, tl.where(joins, row, -1), mask=keep)
+    tl.store(cuts + 2 * (NUM_RUNS + 1) + runs, opening.to(tl.int32), mask=keep)
 
 
-@triton.jit(do_not_specialize=["stride_entry", "stride_table"], do_not_specialize_on_alignment=["page_table"])
+@triton.jit(do_not_specialize=["stride_tile", "stride_table"], do_not_specialize_on_alignment=["page_table"])
 def _balanced_kernel(
     q,
     key_cache,
     value_cache,
     page_table,
-    entries,
-    count,
+    tiles,
+    cuts,
     out,
     parts,
     logs,
     scale_log2,
-    stride_entry,
+    stride_tile,
     stride_qt,
     stride_qh,
     stride_page,
@@ -197,10 +236,9 @@ def _balanced_kernel(
     PAGE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    num_tiles = tl.load(count)
-    program = tl.program_id(1)
-    begin = _run_start(num_tiles, program, tl.num_programs(1))
-    end = _run_start(num_tiles, program + 1, tl.num_programs(1))
+    run = tl.program_id(1)
+    begin = tl.load(cuts + run)
+    end = tl.load(cuts + run + 1)
     members = tl.arange(0, BLOCK_G)
     columns = tl.arange(0, BLOCK_DIM)
     heads = tl.program_id(0) * GROUP + members
@@ -211,9 +249,9 @@ def _balanced_kernel(
     total = tl.zeros((BLOCK_G,), tl.float32)
     peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
-        row = tl.load(entries + tile).to(tl.int64)
-        start = tl.load(entries + stride_entry + tile)
-        length = tl.load(entries + 2 * stride_entry + tile)
+        row = tl.load(tiles + tile).to(tl.int64)
+        start = tl.load(tiles + stride_tile + tile)
+        length = tl.load(tiles + 2 * stride_tile + tile)
         positions = start + tl.arange(0, BLOCK_N)
         keep = positions < length
         pages = tl.load(page_table + row * stride_table + positions // PAGE_SIZE, mask=keep, other=0)
@@ -240,63 +278,56 @@ def _balanced_kernel(
                 target = out + row * stride_ot + heads[:, None] * stride_oh + columns[None, :]
                 tl.store(target, answer.to(out.dtype.element_ty), mask=keep_q)
             else:
-                piece = (tl.program_id(0) * tl.num_programs(1) + program) * 2 + begins.to(tl.int32)
+                piece = (tl.program_id(0) * tl.num_programs(1) + run) * 2 + begins.to(tl.int32)
                 places = piece * BLOCK_G + members
                 tl.store(parts + places[:, None] * HEAD_DIM + columns[None, :], answer, mask=keep_q)
                 tl.store(logs + places, peak + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["stride_entry"])
+@triton.jit
 def _join_kernel(
     parts,
     logs,
-    entries,
-    count,
+    cuts,
     out,
-    stride_entry,
     stride_ot,
     stride_oh,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """One head of the row with which a run begins, if the row began in another run and ends in this one."""
-    num_tiles = tl.load(count)
+    """One head of the row that ends in a run, but began in another one."""
     head = tl.program_id(0)
     run = tl.program_id(1)
     num_runs = tl.num_programs(1)
-    begin = _run_start(num_tiles, run, num_runs)
-    end = _run_start(num_tiles, run + 1, num_runs)
-    if begin == end:
+    row = tl.load(cuts + num_runs + 1 + run)
+    opening = tl.load(cuts + 2 * (num_runs + 1) + run)
+    if row < 0:
         return
-    row = tl.load(entries + begin).to(tl.int64)
-    first = begin - tl.load(entries + stride_entry + begin) // BLOCK_N
-    last = first + tl.cdiv(tl.load(entries + 2 * stride_entry + begin), BLOCK_N) - 1
-    if (first == begin) | (last >= end):
-        return
-    opening = (((first + 1).to(tl.int64) * num_runs - 1) // num_tiles).to(tl.int32)  # run of the first tile
     columns = tl.arange(0, BLOCK_DIM)
     acc = tl.zeros((BLOCK_DIM,), tl.float32)
     total = 0.0
     peak = float("-inf")
     for some in range(opening, run + 1, PIECES):
         runs = some + tl.arange(0, PIECES)
-        # Where tiles are fewer than runs, some runs have none.
         keep = runs <= run
-        keep = keep & (_run_start(num_tiles, runs, num_runs) < _run_start(num_tiles, runs + 1, num_runs))
-        places = (head // GROUP * num_runs + runs) * 2 + (runs == opening).to(tl.int32)
-        places = places * BLOCK_G + head % GROUP
-        log = tl.load(logs + places, mask=keep, other=float("-inf"))
+        place = (head // GROUP * num_runs + runs) * 2 + (runs == opening).to(tl.int32)
+        place = place * BLOCK_G + head % GROUP
+        log = tl.load(logs + place, mask=keep, other=float("-inf"))
         keep_p = keep[:, None] & (columns < HEAD_DIM)[None, :]
-        part = tl.load(parts + places[:, None] * HEAD_DIM + columns[None, :], mask=keep_p, other=0)
+        part = tl.load(parts + place[:, None] * HEAD_DIM + columns[None, :], mask=keep_p, other=0)
+        # Where tiles are fewer than runs, some runs have none, and left nothing.
+        begin = tl.load(cuts + runs, mask=keep, other=0)
+        filled = begin < tl.load(cuts + runs + 1, mask=keep, other=0)
+        log = tl.where(filled, log, float("-inf"))
+        part = tl.where(filled[:, None], part, 0.0)
         new_peak = tl.maximum(peak, tl.max(log, axis=0))
         fade = tl.exp2(peak - new_peak)
         weights = tl.exp2(log - new_peak)
         total = total * fade + tl.sum(weights, axis=0)
         acc = acc * fade + tl.sum(part * weights[:, None], axis=0)
         peak = new_peak
-    target = out + row * stride_ot + head * stride_oh + columns
+    target = out + row.to(tl.int64) * stride_ot + head * stride_oh + columns
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
