@@ -41,7 +41,7 @@ class Laps(logging.Handler):
         if record.msg.startswith("ready after") and isinstance(record.args, tuple):
             self.laps = record.args[1]  # type: ignore[assignment]
         elif record.msg.startswith("captured") and isinstance(record.args, tuple):
-            self.captures.append(record.args[2])  # type: ignore[arg-type]
+            self.captures.append(record.args[-1])  # type: ignore[arg-type]
         elif record.msg.startswith("compiling") and isinstance(record.args, tuple):
             self.num_kernels = record.args[0]  # type: ignore[assignment]
 

@@ -1,17 +1,21 @@
 """Rotary position embedding: which angle a position turns each pair of dimensions by, for every scaling.
 
-The frequencies come from transformers, so that they are the reference's. A rotation depends on the token's
-position alone, never on its batch, its chunk or what else is cached: a token at position p turns as
-transformers turns it when the tokens of a sequence are fed one by one. For `dynamic` and `longrope`, whose
-frequencies in transformers follow the current length, this means the frequencies of length p + 1. That is
-the same for every prompt inside the original context and for all tokens generated after it; only a prompt
-that is itself longer is rotated by transformers in one piece with the frequencies of its end.
+The formulas of most scalings are transformers', so that their frequencies are the reference's. Those of the
+three that nearly all models have stand here, for a start without transformers, and give the same bits.
+
+A rotation depends on the token's position alone, never on its batch, its chunk or what else is cached: a
+token at position p turns as transformers turns it when the tokens of a sequence are fed one by one. For
+`dynamic` and `longrope`, whose frequencies in transformers follow the current length, this means the
+frequencies of length p + 1. That is the same for every prompt inside the original context and for all tokens
+generated after it; only a prompt that is itself longer is rotated by transformers in one piece with the
+frequencies of its end.
 Letters: T tokens, P positions, R half of the rotated dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +68,9 @@ def inverse_frequencies(spec: RopeSpec, positions_P: torch.Tensor) -> tuple[torc
     Raises what the formulas raise for missing or senseless parameters.
     """
     rope_type = spec.parameters["rope_type"]
-    if rope_type == "default":
+    if rope_type in _FORMULAS:
         exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-        return 1.0 / (spec.parameters["rope_theta"] ** exponents_R), 1.0
+        return _FORMULAS[rope_type](1.0 / (spec.parameters["rope_theta"] ** exponents_R), spec), 1.0
     frequencies_R, factor = _scaled(spec)
     lengths_P1 = positions_P[:, None] + 1
     if rope_type == "dynamic":
@@ -77,6 +81,34 @@ def inverse_frequencies(spec: RopeSpec, positions_P: torch.Tensor) -> tuple[torc
         long_R, _ = _scaled(spec, length=original + 1)
         return torch.where(lengths_P1 > original, long_R, frequencies_R), factor
     return frequencies_R, factor
+
+
+def _unscaled(frequencies_R: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    return frequencies_R
+
+
+def _linear(frequencies_R: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Positions that lie closer together (Chen and others 2023, arXiv 2306.15595)."""
+    factor: float = spec.parameters["factor"]
+    return frequencies_R / factor
+
+
+def _llama3(frequencies_R: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Llama 3.1's: long waves are stretched by the factor, short ones stay, those between are mixed."""
+    low, high = spec.parameters["low_freq_factor"], spec.parameters["high_freq_factor"]
+    factor, original = spec.parameters["factor"], spec.parameters["original_max_position_embeddings"]
+    waves_R = 2 * math.pi / frequencies_R
+    kept_R = (original / waves_R - low) / (high - low)
+    mixed_R = (1 - kept_R) * frequencies_R / factor + kept_R * frequencies_R
+    scaled_R = torch.where(waves_R > original / low, frequencies_R / factor, mixed_R)
+    return torch.where(waves_R < original / high, frequencies_R, scaled_R)
+
+
+_FORMULAS: dict[str, Callable[[torch.Tensor, RopeSpec], torch.Tensor]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+}
 
 
 def _scaled(spec: RopeSpec, *, length: int | torch.Tensor | None = None) -> tuple[torch.Tensor, float]:

@@ -1,6 +1,7 @@
 """The facts of a model that the engine needs, read once from a checkpoint's configuration files.
 
-transformers' config classes supply the defaults; whatever we could not honour is refused, never ignored.
+Where a configuration leaves something open, transformers' config classes say what it means
+(`configuration.py`). Whatever we could not honour is refused, never ignored.
 Weights are `loader.py`'s business.
 """
 
@@ -22,6 +23,7 @@ from tokenmill.attention.base import AttentionSpec
 from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel
 from tokenmill.layers.rotary import ROPE_TYPES, RopeSpec, inverse_frequencies
 from tokenmill.models.checkpoint import stored_dtype
+from tokenmill.models.configuration import read_configuration
 from tokenmill.models.overrides import merge_overrides
 from tokenmill.models.registry import model_class
 
@@ -95,7 +97,9 @@ def read_spec(
     stored = _read_json(folder / "config.json")
     if stored is None:
         raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint that can be loaded")
-    config = _configuration(folder, stored, overrides or {}, trust_remote_code=trust_remote_code)
+    config = None if overrides else read_configuration(stored)
+    if config is None:
+        config = _configuration(folder, stored, overrides or {}, trust_remote_code=trust_remote_code)
     architecture = _architecture(config)
     family: FamilyFacts = model_class(architecture).read_facts(config)
     _refuse_unsupported(config)
