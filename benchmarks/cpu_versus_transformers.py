@@ -94,6 +94,8 @@ def single(vocab_size: int) -> Job:
 
 
 Runner = Callable[[Job], list[list[int]]]
+Side = Callable[[Path, str], Runner]  # of a checkpoint folder, in a dtype
+Ask = Callable[[Job], tuple[float, list[list[int]]]]  # seconds and tokens
 
 
 def tokenmill_side(folder: Path, dtype: str) -> Runner:
@@ -128,12 +130,9 @@ def transformers_side(folder: Path, dtype: str) -> Runner:
     return run
 
 
-SIDES = {"tokenmill": tokenmill_side, "transformers": transformers_side}
-
-
-def serve(side: str, folder: Path, dtype: str, pipe: Connection) -> None:
+def serve(side: Side, folder: Path, dtype: str, pipe: Connection) -> None:
     """A process of one side: answers each job with seconds and tokens until the pipe closes."""
-    run = SIDES[side](folder, dtype)
+    run = side(folder, dtype)
     while True:
         try:
             job = pipe.recv()
@@ -145,7 +144,7 @@ def serve(side: str, folder: Path, dtype: str, pipe: Connection) -> None:
 
 
 @contextmanager
-def process(side: str, folder: Path, dtype: str) -> Iterator[Callable[[Job], tuple[float, list[list[int]]]]]:
+def process(side: Side, folder: Path, dtype: str) -> Iterator[Ask]:
     """`ask(job)` gives seconds and tokens, measured in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -163,23 +162,19 @@ def process(side: str, folder: Path, dtype: str) -> Iterator[Callable[[Job], tup
     child.join()
 
 
-def measure(
-    asks: dict[str, Callable[[Job], tuple[float, list[list[int]]]]], job: Job, *, repeats: int
-) -> Measured:
+def measure(ours: Ask, theirs: Ask, job: Job, *, repeats: int) -> Measured:
     """Medians of alternating runs, after one run of each that is not counted."""
-    tokens = {side: ask(job)[1] for side, ask in asks.items()}
-    for rows in tokens.values():
+    tokens = [ask(job)[1] for ask in (ours, theirs)]
+    for rows in tokens:
         assert [len(row) for row in rows] == job.num_new
-    times: dict[str, list[float]] = {side: [] for side in asks}
-    for _ in range(repeats):
-        for side, ask in asks.items():
-            times[side].append(ask(job)[0])
+    times = [(ours(job)[0], theirs(job)[0]) for _ in range(repeats)]
+    medians = [statistics.median(seconds) for seconds in zip(*times, strict=True)]
     total = sum(job.num_new)
     return Measured(
         job,
-        ours=total / statistics.median(times["tokenmill"]),
-        theirs=total / statistics.median(times["transformers"]),
-        same_rows=sum(a == b for a, b in zip(*tokens.values(), strict=True)),
+        ours=total / medians[0],
+        theirs=total / medians[1],
+        same_rows=sum(a == b for a, b in zip(*tokens, strict=True)),
     )
 
 
@@ -200,13 +195,13 @@ def compare(name: str, options: argparse.Namespace) -> list[Measured]:
     """Both loads on one model."""
     with (
         checkpoint(name, layers=options.layers) as folder,
-        process("tokenmill", folder, options.dtype) as ours,
-        process("transformers", folder, options.dtype) as theirs,
+        process(tokenmill_side, folder, options.dtype) as ours,
+        process(transformers_side, folder, options.dtype) as theirs,
     ):
         vocab_size = Qwen2Config.from_pretrained(folder).vocab_size
         batches = [make(options.requests, vocab_size) for make in (uniform_batch, tailed_batch)]
-        asks = {"tokenmill": ours, "transformers": theirs}
-        return [measure(asks, job, repeats=options.repeats) for job in [*batches, single(vocab_size)]]
+        jobs = [*batches, single(vocab_size)]
+        return [measure(ours, theirs, job, repeats=options.repeats) for job in jobs]
 
 
 def main() -> None:

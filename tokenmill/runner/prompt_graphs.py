@@ -1,8 +1,8 @@
 """CUDA graphs for short steps that compute prompts, alone or beside rows that decode.
 
 A long step keeps the device busy while the host launches it kernel by kernel; a short one does not. Its
-graph has room for a number of tokens, of which the first belong to rows that decode, however many there are;
-what is left over goes to the spare row.
+graph has room for a number of tokens, of which the first belong to rows that decode, however many there are.
+What is left over is a prompt of the spare row, so that every number in a step is finite.
 
 Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
 """
@@ -28,6 +28,8 @@ _log = logging.getLogger("tokenmill")
 
 # A graph costs about as much as launching this many steps of its shape kernel by kernel.
 _STEPS_BEFORE_CAPTURE = 3
+# A graph holds some memory of the device; those of the first shapes stay.
+_MOST_GRAPHS = 64
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
 _LAUNCH_SECONDS = 0.025
 _TOKENS = (16, 32, 64, *range(96, 320, 32), *range(320, 1025, 64))
@@ -93,14 +95,14 @@ class PromptGraphs:
 
     def _shape(self, plan: StepPlan) -> StepShape | None:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
-        if num_tokens > self._most_tokens or num_prompts > _PROMPTS[-1]:
+        if num_tokens > self._most_tokens or num_prompts >= _PROMPTS[-1]:
             return None
         tokens = _at_least(_TOKENS, num_tokens)
         longest = int((plan.starts + plan.counts)[plan.num_decodes :].max())
         return StepShape(
             tokens=tokens,
             decodes=min(tokens, self._most_rows, _at_least(_DECODES, plan.num_decodes)),
-            prompts=_at_least(_PROMPTS, num_prompts),
+            prompts=_at_least(_PROMPTS, num_prompts + 1),
             long_prefixes=longest >= _LONG_PREFIX * tokens,
             kind=step_kind(self._rows, plan),
         )
@@ -108,7 +110,7 @@ class PromptGraphs:
     def _graph(self, shape: StepShape) -> _Captured | None:
         if shape not in self._graphs:
             self._steps[shape] += 1
-            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE:
+            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE or len(self._graphs) == _MOST_GRAPHS:
                 return None
             try:
                 self._graphs[shape] = self._capture(shape)
@@ -143,18 +145,20 @@ def pack(plan: StepPlan, shape: StepShape, *, spare_slot: int) -> IntArray:
     rows_R[3, places[plan.samples]] = plan.slots[plan.samples]
     num_prompts = len(plan.slots) - plan.num_decodes
     starts_P[:num_prompts] = (ends - plan.counts)[plan.num_decodes :]
-    starts_P[num_prompts:] = num_tokens
+    starts_P[num_prompts] = num_tokens
+    rows_R[1, shape.decodes + num_prompts] = max(1, shape.tokens - num_tokens)
     return inputs
 
 
 def _spare_inputs(shape: StepShape, spare_slot: int) -> IntArray:
-    """Inputs of a step of the spare row: one token for each decoding row, none for prompts."""
+    """Inputs of a step of the spare row, all of whose tokens are one prompt."""
     inputs = np.zeros(shape.num_inputs, dtype=np.int32)
     tokens_T, rows_R, starts_P = _views(inputs, shape)
     tokens_T[0] = spare_slot
     rows_R[0] = rows_R[3] = spare_slot
     rows_R[1] = 1
-    starts_P[:] = shape.tokens
+    rows_R[1, shape.decodes] = shape.tokens
+    starts_P[1:] = shape.tokens
     return inputs
 
 
