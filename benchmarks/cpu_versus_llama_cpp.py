@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from cpu_versus_transformers import (
     QWEN,
@@ -96,6 +97,8 @@ class LlamaCpp:
         import llama_cpp
 
         self._c: Any = llama_cpp
+        self._silent = self._c.llama_log_callback(lambda *_: None)  # must live as long as it may be called
+        self._c.llama_log_set(self._silent, None)
         self._c.llama_backend_init()
         self._model = self._c.llama_model_load_from_file(
             str(path).encode(), self._c.llama_model_default_params()
@@ -127,8 +130,6 @@ class LlamaCpp:
 
     def _best(self, index: int) -> int:
         logits = self._c.llama_get_logits_ith(self._context, index)
-        import numpy as np
-
         return int(np.ctypeslib.as_array(logits, (int(QWEN["vocab_size"]),)).argmax())
 
 
