@@ -32,7 +32,7 @@ def balanced(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     decode = triton_balanced.decode
 
     def counted(q: torch.Tensor, rows: object, runs: triton_balanced.Runs, **more: object) -> None:
-        counts.append(int(runs.count))
+        counts.append(int(runs.cuts_3P[0, -1]))
         decode(q, rows, runs, **more)
 
     def choose(runs: int) -> list[int]:

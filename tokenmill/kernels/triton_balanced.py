@@ -37,10 +37,9 @@ class Runs:
     """The keys of a step's rows in tiles, the rows one after the other, and the runs that programs take."""
 
     tile_keys: int  # the last tile of a row may be partly empty
-    tiles_3N: torch.Tensor  # int32: row, first key, length of the row; only the first `count` are written
-    count: torch.Tensor  # int32 [1]
-    # int32, for each run and once more: its first tile; the row to put together at its end, or -1; the run
-    # with that row's first tile.
+    tiles_3N: torch.Tensor  # int32: row, first key, length of the row; the rest is not written
+    # int32, for each run and once more: its first tile (at last the number of tiles); the row to put together
+    # at its end, or -1; the run with that row's first tile.
     cuts_3P: torch.Tensor
 
 
@@ -82,7 +81,7 @@ def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest
         BLOCK_RUNS=triton.next_power_of_2(num_runs + 1),
         num_warps=4,
     )
-    return Runs(tile_keys, tiles_3N, count, cuts_3P)
+    return Runs(tile_keys, tiles_3N, cuts_3P)
 
 
 def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, out_RHD: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_COUNTS = (
+# Whole numbers of at least 1.
+COUNTS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -37,7 +38,7 @@ _DTYPE_NAMES = ("dtype", "torch_dtype")
 _WINDOW_NAMES = ("sliding_window", "use_sliding_window", "layer_types")
 _ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
 _READ = {
-    *_COUNTS,
+    *COUNTS,
     *_DTYPE_NAMES,
     *_WINDOW_NAMES,
     *_ROPE_NAMES,
@@ -77,7 +78,7 @@ def read_configuration(stored: Mapping[str, Any]) -> SimpleNamespace | None:
 
 
 def _common(stored: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {name: _whole(stored[name]) for name in _COUNTS}
+    counts = {name: _whole(stored[name]) for name in COUNTS}
     if counts["num_attention_heads"] < 1 or counts["hidden_size"] % counts["num_attention_heads"]:
         raise _LeftOpen
     return {

@@ -23,7 +23,7 @@ from tokenmill.attention.base import AttentionSpec
 from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel
 from tokenmill.layers.rotary import ROPE_TYPES, RopeSpec, inverse_frequencies
 from tokenmill.models.checkpoint import stored_dtype
-from tokenmill.models.configuration import read_configuration
+from tokenmill.models.configuration import COUNTS, read_configuration
 from tokenmill.models.overrides import merge_overrides
 from tokenmill.models.registry import model_class
 
@@ -225,15 +225,7 @@ def _refuse_unsupported(config: Any) -> None:
         raise UnsupportedModel(
             f"hidden_act={config.hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-    ):
+    for name in COUNTS:
         if getattr(config, name) < 1:
             raise UnsupportedModel(f"{name}={getattr(config, name)} in config.json must be at least 1")
     if config.num_attention_heads % config.num_key_value_heads:

@@ -146,7 +146,7 @@ class Rows:
         row_T = self.to_device(np.repeat(np.arange(len(plan.slots), dtype=np.int64), plan.counts))
         return StepLayout(
             positions_T=positions_T,
-            slot_mapping_T=tuple(self._page_slots(table, row_T, positions_T) for table in page_table_GRC),
+            slot_mapping_T=tuple(self.page_slots(table, row_T, positions_T) for table in page_table_GRC),
             page_table_RP=tuple(page_table_GRC),
             query_starts=self.to_device(query_starts),
             lengths_R=self.to_device(lengths),
@@ -207,7 +207,7 @@ class Rows:
         """What a step of `decode_inputs` (on the device) reads of its rows."""
         return read_rows(self.state, inputs_FB, page_size=self.page_size)
 
-    def _page_slots(
+    def page_slots(
         self, page_table_RC: torch.Tensor, row_T: torch.Tensor, positions_T: torch.Tensor
     ) -> torch.Tensor:
         """Where each token's key and value go: page * page_size + offset."""
@@ -237,16 +237,21 @@ class Rows:
         return SamplingInputs(
             slots_Q=slots_Q,
             last_tokens_Q=self.to_device(last_tokens.astype(np.int64)),
-            columns=SamplingColumns(
-                temperatures_R=self.state.temperature_S[slots_Q],
-                top_ks_R=self.state.top_k_S[slots_Q],
-                top_ps_R=self.state.top_p_S[slots_Q],
-                min_ps_R=self.state.min_p_S[slots_Q],
-                seeds_R=self.state.seed_S[slots_Q],
-                positions_R=self.to_device(positions.astype(np.int64)),
-            ),
+            columns=self.sampling_columns(slots_Q, self.to_device(positions.astype(np.int64))),
             needs=self.sampling_needs(slots),
             masked_stop_ids_QK=self._masked_stop_ids(slots, positions),
+        )
+
+    def sampling_columns(self, slots_R: torch.Tensor, positions_R: torch.Tensor) -> SamplingColumns:
+        """What drawing the tokens of these positions reads of these slots (both int64)."""
+        state = self.state
+        return SamplingColumns(
+            temperatures_R=state.temperature_S[slots_R],
+            top_ks_R=state.top_k_S[slots_R],
+            top_ps_R=state.top_p_S[slots_R],
+            min_ps_R=state.min_p_S[slots_R],
+            seeds_R=state.seed_S[slots_R],
+            positions_R=positions_R,
         )
 
     def _masked_stop_ids(self, slots: IntArray, positions: IntArray) -> torch.Tensor | None:

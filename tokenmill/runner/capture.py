@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 # A first guess of what a capture costs; each capture tells better.
 _CAPTURE_SECONDS = 0.05
@@ -48,12 +48,12 @@ class CapturePolicy:
     def choose(self, num_rows: int, kind: Hashable) -> int | None:
         """The size to use; if it is not captured yet, it is to be captured now. None: no graph can be had."""
         captured = self._captured[kind]
-        exact = _at_least(self._sizes, num_rows)
-        best = _at_least(captured, num_rows) if captured and captured[-1] >= num_rows else None
+        exact = at_least(self._sizes, num_rows)
+        best = at_least(captured, num_rows) if captured and captured[-1] >= num_rows else None
         if best == exact or not self._may_capture:
             return best
         if best is None:
-            return _at_least(self._doubling, num_rows)
+            return at_least(self._doubling, num_rows)
         self._padding_seconds += (best - exact) * self._row_seconds
         if self._padding_seconds < self._capture_seconds:
             return best
@@ -70,5 +70,6 @@ class CapturePolicy:
         self._may_capture = False
 
 
-def _at_least(ascending: list[int], wanted: int) -> int:
+def at_least(ascending: Sequence[int], wanted: int) -> int:
+    """The first number that is large enough; there must be one."""
     return ascending[bisect.bisect_left(ascending, wanted)]

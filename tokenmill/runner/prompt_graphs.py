@@ -9,7 +9,6 @@ Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P
 
 from __future__ import annotations
 
-import bisect
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ import torch
 from tokenmill.attention.base import StepLayout
 from tokenmill.messages import IntArray, LongArray, StepPlan
 from tokenmill.runner.batch import Drawn, Rows, positions
+from tokenmill.runner.capture import at_least
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.recorder import Graph, Recorder, StepKind, step_kind
-from tokenmill.sampling import SamplingColumns, sample
+from tokenmill.sampling import sample
 
 _log = logging.getLogger("tokenmill")
 
@@ -76,6 +76,7 @@ class PromptGraphs:
         self._recorder = recorder
         self._most_tokens = min(_TOKENS[-1], int(_LAUNCH_SECONDS / row_seconds))
         self._most_rows = most_rows
+        self._most_graphs = _MOST_GRAPHS
         self._steps: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, _Captured] = {}
 
@@ -97,12 +98,12 @@ class PromptGraphs:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
         if num_tokens > self._most_tokens or num_prompts >= _PROMPTS[-1]:
             return None
-        tokens = _at_least(_TOKENS, num_tokens)
+        tokens = at_least(_TOKENS, num_tokens)
         longest = int((plan.starts + plan.counts)[plan.num_decodes :].max())
         return StepShape(
             tokens=tokens,
-            decodes=min(tokens, self._most_rows, _at_least(_DECODES, plan.num_decodes)),
-            prompts=_at_least(_PROMPTS, num_prompts + 1),
+            decodes=min(tokens, self._most_rows, at_least(_DECODES, plan.num_decodes)),
+            prompts=at_least(_PROMPTS, num_prompts + 1),
             long_prefixes=longest >= _LONG_PREFIX * tokens,
             kind=step_kind(self._rows, plan),
         )
@@ -110,13 +111,13 @@ class PromptGraphs:
     def _graph(self, shape: StepShape) -> _Captured | None:
         if shape not in self._graphs:
             self._steps[shape] += 1
-            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE or len(self._graphs) == _MOST_GRAPHS:
+            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE or len(self._graphs) == self._most_graphs:
                 return None
             try:
                 self._graphs[shape] = self._capture(shape)
             except torch.OutOfMemoryError:
                 _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
-                self._most_tokens = 0
+                self._most_graphs = len(self._graphs)
                 return None
         return self._graphs[shape]
 
@@ -179,19 +180,17 @@ def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
 
 def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
     """One step from what `pack` says of it, on the device; the tokens drawn for all rows (int64 [R])."""
-    state, page_size, kind = rows.state, rows.page_size, shape.kind
+    state, kind = rows.state, shape.kind
     tokens, step_rows, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
     slot_T, position_T, given_T = tokens.to(torch.int64).view(3, -1)
     slot_R, length_R, last_R, drawing_R = step_rows.to(torch.int64).view(4, -1)
-    column_T, offset_T = position_T // page_size, position_T % page_size
     decodes = torch.arange(shape.decodes, dtype=torch.int32, device=inputs.device)
     longest, shared = rows.decode_bounds(shape.decodes, longest=kind.longest, max_pieces=kind.max_pieces)
     longest_prompt = rows.max_length if shape.long_prefixes else shape.tokens
     layout = StepLayout(
         positions_T=position_T,
         slot_mapping_T=tuple(
-            table_SC[slot_T, column_T].to(torch.int64) * page_size + offset_T
-            for table_SC in state.page_table_GSC
+            rows.page_slots(table_SC, slot_T, position_T) for table_SC in state.page_table_GSC
         ),
         page_table_RP=tuple(table_SC[slot_R] for table_SC in state.page_table_GSC),
         query_starts=torch.cat((decodes, starts_P)),
@@ -203,18 +202,6 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_RD = executor.forward(token_id_T, layout, needed_N=last_R)
-    columns = SamplingColumns(
-        temperatures_R=state.temperature_S[slot_R],
-        top_ks_R=state.top_k_S[slot_R],
-        top_ps_R=state.top_p_S[slot_R],
-        min_ps_R=state.min_p_S[slot_R],
-        seeds_R=state.seed_S[slot_R],
-        positions_R=length_R,
-    )
-    tokens_R = sample(executor.logits(hidden_RD), columns, kind.needs)
+    tokens_R = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), kind.needs)
     state.last_token_S[drawing_R] = tokens_R
     return tokens_R
-
-
-def _at_least(ascending: tuple[int, ...], wanted: int) -> int:
-    return ascending[bisect.bisect_left(ascending, wanted)]
