@@ -8,72 +8,17 @@ import logging
 import sys
 import weakref
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 from tokenmill.arguments import resolve_arguments
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
+from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.client import Call, Client
 from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.tokenizer import Tokenizer
 from tokenmill.sampling_params import check_flag, check_text
-
-
-class LaterArguments(TypedDict, total=False):
-    """Arguments of `generate` whose feature is not built yet, in SGLang's order; leave them at None."""
-
-    mm_hashes: Any
-    mm_content_hashes: Any
-    return_logprob: Any
-    logprob_start_len: Any
-    top_logprobs_num: Any
-    token_ids_logprob: Any
-    lora_path: Any
-    custom_logit_processor: Any
-    require_reasoning: Any
-    return_hidden_states: Any
-    return_routed_experts: Any
-    routed_experts_start_len: Any
-    bootstrap_host: Any
-    bootstrap_port: Any
-    bootstrap_room: Any
-    routed_dp_rank: Any
-    disagg_prefill_dp_rank: Any
-    data_parallel_rank: Any
-    kv_hints: Any
-    external_trace_header: Any
-    session_params: Any
-    priority: Any
-    session_id: Any
-    cache_salt: Any
-
-
-# Hints that never change a result; without the feature there is nothing to do.
-_HINTS = {"kv_hints", "external_trace_header", "session_id"}
-# What "off" looks like besides None; for the ranks, the only replica there is.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "require_reasoning": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "routed_experts_start_len": (0,),
-    "routed_dp_rank": (0,),
-    "data_parallel_rank": (0,),
-}
-_GENERATE_ARGUMENTS = (
-    "prompt",
-    "sampling_params",
-    "input_ids",
-    "image_data",
-    "audio_data",
-    "video_data",
-    "stream",
-    "rid",
-    *LaterArguments.__annotations__,
-)
 
 
 class Engine:
@@ -118,7 +63,7 @@ class Engine:
         *,
         stream: bool = False,
         rid: Any = None,
-        **later: Unpack[LaterArguments],
+        **options: Unpack[GenerateOptions],
     ) -> Any:
         """Continue one prompt or a batch of prompts.
 
@@ -134,7 +79,7 @@ class Engine:
         Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
         """
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
-        call = self._prepare(prompt, sampling_params, input_ids, rid, stream, {**media, **later})
+        call = self._prepare(prompt, sampling_params, input_ids, rid, stream, {**media, **options})
         return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
 
     async def async_generate(
@@ -148,13 +93,13 @@ class Engine:
         *,
         stream: bool = False,
         rid: Any = None,
-        **later: Unpack[LaterArguments],
+        **options: Unpack[GenerateOptions],
     ) -> Any:
         """As `generate`, without blocking the event loop; with `stream=True` gives an async iterator."""
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
         # Tokenizing many prompts takes a while; the loop goes on meanwhile.
         call = await asyncio.to_thread(
-            self._prepare, prompt, sampling_params, input_ids, rid, stream, {**media, **later}
+            self._prepare, prompt, sampling_params, input_ids, rid, stream, {**media, **options}
         )
         return (
             self._client.stream_async(call, owner=self)
@@ -172,11 +117,16 @@ class Engine:
         self._client.abort(check_text("rid", rid), every=check_flag("abort_all", abort_all))
 
     def _prepare(
-        self, prompt: Any, sampling_params: Any, input_ids: Any, rid: Any, stream: Any, others: dict[str, Any]
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        input_ids: Any,
+        rid: Any,
+        stream: Any,
+        options: dict[str, Any],
     ) -> Call:
-        _refuse_later(others)
         streams = check_flag("stream", stream)
-        job = self._reader.read(prompt, sampling_params, input_ids, rid=rid, stream=streams)
+        job = self._reader.read(prompt, sampling_params, input_ids, rid=rid, stream=streams, options=options)
         return self._client.prepare(job, stream=streams)
 
     # ── facts and control ─────────────────────────────────────────────────────────────────────
@@ -246,24 +196,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _refuse_later(arguments: dict[str, Any]) -> None:
-    """Raise for what `generate` does not know, or cannot do yet."""
-    for name, value in arguments.items():
-        if name not in _GENERATE_ARGUMENTS:
-            raise UnknownArgument(
-                f"generate() has no argument {name!r}.{did_you_mean(name, _GENERATE_ARGUMENTS)}"
-            )
-        if name not in _HINTS and not _is_off(value, _OFF.get(name, ())):
-            raise InvalidArgument(f"{name} is not supported yet, got {value!r}; leave it out")
-
-
-def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
-    """Whether the value, or each item of a list, asks for nothing."""
-    if isinstance(value, list | tuple):
-        return all(_is_off(item, off) for item in value)
-    return value is None or any(type(value) is type(neutral) and value == neutral for neutral in off)
 
 
 def _fields(record: Any) -> dict[str, Any]:

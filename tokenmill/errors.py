@@ -30,12 +30,57 @@ class UnsupportedModel(InvalidArgument):
     """The checkpoint's architecture or one of its settings is not supported."""
 
 
+class RequestFailed(TokenmillError, RuntimeError):
+    """A request was accepted and then failed by itself; the engine lives on.
+
+    `error_type` is one of `ERROR_TYPES`, `status_code` the HTTP status that says the same.
+    """
+
+    def __init__(self, message: str, *, error_type: str = "internal", status_code: int = 500) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.status_code = status_code
+
+
+class InvalidRequest(RequestFailed, InvalidArgument):
+    """What a request asked for turned out to be impossible when it was worked on: a grammar, for example."""
+
+
+class RequestTimeout(RequestFailed, TimeoutError):
+    """A request did not finish within its `timeout`."""
+
+
+class QueueFull(RequestFailed):
+    """`max_queued_requests` were waiting already, none of them less urgent."""
+
+
 class EngineDead(TokenmillError, RuntimeError):
     """The engine's loop ended by an error (its cause is chained) and takes no more requests."""
 
 
 class EngineClosed(TokenmillError, RuntimeError):
     """The engine was shut down and takes no more requests."""
+
+
+# What may have become of a request that failed by itself, in one word.
+ERROR_TYPES = (
+    "too_long",
+    "bad_parameters",
+    "bad_grammar",
+    "timeout",
+    "queue_full",
+    "out_of_memory",
+    "aborted",
+    "internal",
+)
+
+
+def request_error(message: str, *, error_type: str, status_code: int) -> RequestFailed:
+    """The exception for a request that failed by itself."""
+    kind: type[RequestFailed] = {400: InvalidRequest, 408: RequestTimeout, 503: QueueFull}.get(
+        status_code, RequestFailed
+    )
+    return kind(message, error_type=error_type, status_code=status_code)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -23,6 +23,26 @@ BoolArray = NDArray[np.bool_]
 # ── frontend <-> core ─────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobOptions:
+    """Which log-probabilities a request wants, beside those of its output tokens."""
+
+    prompt_start: int  # first prompt position of which one is wanted; the prompt's length: none
+    num_top: int  # likeliest alternatives at each position
+    token_ids: tuple[int, ...]  # ids scored at each position
+
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must follow: the text of a schema, pattern, grammar or tag."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One sequence to complete, fully validated and resolved by the frontend."""
@@ -36,6 +56,15 @@ class Request:
     stop_ids: tuple[int, ...]  # token ids that end the request
     # 0: one Output at the end. k > 0: an Output as soon as k unreported tokens are there.
     report_interval: int
+    priority: int = 0  # the larger, the sooner
+    timeout_seconds: float | None = None  # from submission; then the request is aborted
+    cache_namespace: bytes = b""  # requests share prefixes with others of their namespace only
+    logprobs: LogprobOptions | None = None
+    hidden_states: Literal["last", "all"] | None = None
+    grammar: Grammar | None = None
+    # A logit processor: a callable (logits, parameters of each row) -> logits. Must be picklable where the
+    # core runs in a process.
+    processor: Any = None
 
 
 FinishKind = Literal["stop", "length", "abort"]
@@ -43,12 +72,40 @@ FinishKind = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a request ended: a token id or string matched, a length was reached, or it was aborted."""
+    """Why a request ended: a token id or string matched, a length was reached, or it was aborted.
+
+    An abort with a `status_code` is a failure of the request itself: 400 for what its caller gave, 408 for a
+    timeout, 500 for what broke inside, 503 for a full queue. Its `error_type` is a word of `errors.py`.
+    """
 
     kind: FinishKind
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
+    status_code: int | None = None
+    error_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """Log-probabilities of N positions, as columns: of the token, of K alternatives, of I given ids."""
+
+    token_N: FloatArray  # NaN where there is none: the first token of a prompt
+    top_NK: FloatArray  # best first
+    top_ids_NK: IntArray
+    given_NI: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Insight:
+    """What a request asked to see of its computation, since its last Output."""
+
+    prompt_logprobs: Logprobs | None = None  # of all wanted positions, once, with the first Output
+    logprobs: Logprobs | None = (
+        None  # of the Output's tokens; of the token never appended for `max_new_tokens=0`
+    )
+    # [tokens, hidden]; the first Output's begin with the prompt's positions.
+    hidden_states: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +117,7 @@ class Output:
     finish: Finish | None
     cached_tokens: int
     num_retractions: int
+    insight: Insight | None = None
 
 
 @dataclass(frozen=True, slots=True)

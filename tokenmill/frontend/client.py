@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, TokenmillError
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, TokenmillError, request_error
 from tokenmill.frontend.outputs import Arrival, FlushResult, ResultList, Row, Shape, chunk_of, result_of
-from tokenmill.messages import Core, EngineFacts, Output, Request
+from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
 
 if TYPE_CHECKING:
     from tokenmill.frontend.inputs import Job
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # A progress bar appears only after this long.
 _QUIET_SECONDS = 2.0
+_TIMED_OUT = 408
 
 Wake = Callable[[], None]
 
@@ -192,6 +193,8 @@ class Client:
     def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
         piece = row.take(arrival)
         if row.finish is not None:
+            if not call.streams:
+                _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
             if arrival.output.finish is None:
                 self._cancel([row.name])
@@ -423,6 +426,16 @@ class _LoopWake:
 
 
 # ── ids, progress, death ───────────────────────────────────────────────────────────────────────────
+
+
+def _raise_if_failed(row: Row, finish: Finish) -> None:
+    """Raise for a request that failed by itself; one that ran out of time or was aborted has an answer."""
+    if finish.status_code is not None and finish.status_code != _TIMED_OUT:
+        raise request_error(
+            f"request {row.index} ({row.request.id}): {finish.message}",
+            error_type=finish.error_type or "internal",
+            status_code=finish.status_code,
+        )
 
 
 def _is_made_of(other: str, request_id: str) -> bool:

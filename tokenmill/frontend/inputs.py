@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.frontend.options import logprob_options, read_options
 from tokenmill.messages import EngineFacts, IntArray, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
 
@@ -102,20 +103,25 @@ class InputReader:
         *,
         rid: Any = None,
         stream: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> Job:
         """The requests of one call, in input order.
 
         `prompt` is a string or a list of them. `input_ids` are ids, or a list of rows of ids, as lists,
         tuples, ranges, arrays or tensors; given beside `prompt`, they are what is run. `sampling_params` are
         for all, or a list with one item for each prompt. `rid` is a string (numbered for a batch) or a list.
+        `options` are the other keywords of `generate`, see `options.py`.
         Raises `InvalidArgument`, `WrongType` or `UnknownArgument`, which name the item and the limit.
         """
         prompts = _read_prompts(prompt, input_ids)
+        places = [prompts.place(index) for index in range(len(prompts))]
+        asked = read_options(options or {}, places, single=prompts.single, facts=self._facts)
         settings = self._read_settings(sampling_params, prompts, stream=stream)
         n = settings[0].params.n if settings else 1
         ids = _request_ids(rid, len(prompts), single=prompts.single, n=n)
         rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
-        limits = [self._resolve_length(row, settings[i], prompts.place(i)) for i, row in enumerate(rows)]
+        limits = [self._resolve_length(row, settings[i], places[i]) for i, row in enumerate(rows)]
+        logprobs = [logprob_options(asked[i], len(row), places[i]) for i, row in enumerate(rows)]
         seeds = self._seeds(settings, n)
         requests = tuple(
             Request(
@@ -126,6 +132,11 @@ class InputReader:
                 seed=seeds[index * n + sample],
                 stop_ids=settings[index].stop_ids,
                 report_interval=settings[index].report_interval,
+                priority=asked[index].priority,
+                timeout_seconds=asked[index].timeout_seconds,
+                cache_namespace=asked[index].cache_salt.encode(),
+                logprobs=logprobs[index],
+                hidden_states=asked[index].hidden_states,
             )
             for index, row in enumerate(rows)
             for sample in range(n)

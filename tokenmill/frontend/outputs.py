@@ -164,4 +164,9 @@ def _finish_reason(finish: Finish) -> dict[str, Any]:
         case "length":
             return {"type": "length", "length": finish.length}
         case "abort":
-            return {"type": "abort", "message": finish.message, "status_code": None, "err_type": None}
+            return {
+                "type": "abort",
+                "message": finish.message,
+                "status_code": finish.status_code,
+                "err_type": finish.error_type,
+            }

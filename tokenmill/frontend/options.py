@@ -1,0 +1,241 @@
+"""What a request asks for besides prompt and sampling parameters: from the keywords of `generate` to options.
+
+Owns the names, defaults and checks of those keywords, and how a value for a whole batch, or a list of them,
+becomes one value for each prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.messages import EngineFacts, LogprobOptions
+from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, plain, show
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Arguments of `generate` that are given by keyword only, in SGLang's order.
+
+    Those of `_LATER` belong to features that are not built yet; leave them at None.
+    """
+
+    mm_hashes: Any
+    mm_content_hashes: Any
+    return_logprob: Any
+    logprob_start_len: Any
+    top_logprobs_num: Any
+    token_ids_logprob: Any
+    return_text_in_logprobs: Any
+    lora_path: Any
+    custom_logit_processor: Any
+    require_reasoning: Any
+    return_hidden_states: Any
+    return_routed_experts: Any
+    routed_experts_start_len: Any
+    bootstrap_host: Any
+    bootstrap_port: Any
+    bootstrap_room: Any
+    routed_dp_rank: Any
+    disagg_prefill_dp_rank: Any
+    data_parallel_rank: Any
+    kv_hints: Any
+    external_trace_header: Any
+    session_params: Any
+    priority: Any
+    session_id: Any
+    cache_salt: Any
+    timeout: Any
+
+
+# Hints that never change a result; without the feature there is nothing to do.
+_HINTS = {"kv_hints", "external_trace_header", "session_id"}
+# Features to come, with what "off" looks like besides None; for the ranks, the only replica there is.
+_LATER: dict[str, tuple[Any, ...]] = {
+    "image_data": (),
+    "audio_data": (),
+    "video_data": (),
+    "mm_hashes": (),
+    "mm_content_hashes": (),
+    "lora_path": (),
+    "require_reasoning": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "routed_dp_rank": (0,),
+    "disagg_prefill_dp_rank": (),
+    "data_parallel_rank": (0,),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "return_hidden_states": (False,),
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": (),
+    "priority": (),
+    "cache_salt": (),
+    "timeout": (),
+}
+_MEDIA = ("image_data", "audio_data", "video_data")
+_GIVEN_IN_PLACE = ("prompt", "sampling_params", "input_ids", *_MEDIA, "stream", "rid")
+
+MAX_TOP_LOGPROBS = 1024
+_64_BITS_SIGNED = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The options of one prompt."""
+
+    return_logprob: bool = False
+    logprob_start: int = -1  # -1: no log-probabilities of the prompt
+    num_top_logprobs: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    text_in_logprobs: bool = False
+    hidden_states: Literal["last", "all"] | None = None
+    priority: int = 0
+    timeout_seconds: float | None = None
+    cache_salt: str = ""
+
+
+def read_options(
+    given: Mapping[str, Any], places: Sequence[str], *, single: bool, facts: EngineFacts
+) -> list[RequestOptions]:
+    """One entry for each prompt; `places` name them in messages.
+
+    Raises `UnknownArgument` for a name that `generate` does not have, `InvalidArgument` and `WrongType` for
+    values that cannot be served.
+    """
+    _check_names(given)
+    options = _Options(given, places, single=single)
+    flags = options.each("return_logprob", check_flag, False)
+    starts = options.each("logprob_start_len", _start, -1)
+    tops = options.each("top_logprobs_num", _num_top, 0)
+    ids = _token_ids(given.get("token_ids_logprob"), len(places), single=single, vocab_size=facts.vocab_size)
+    texts = options.each("return_text_in_logprobs", check_flag, False)
+    hidden = options.each("return_hidden_states", _hidden_states, None)
+    priorities = options.each("priority", _priority, 0)
+    timeouts = options.each("timeout", _timeout, None)
+    salts = options.each("cache_salt", check_text, "")
+    return [
+        RequestOptions(*values)
+        for values in zip(flags, starts, tops, ids, texts, hidden, priorities, timeouts, salts, strict=True)
+    ]
+
+
+def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> LogprobOptions | None:
+    """What the core is to compute for a prompt of so many tokens; None: no log-probabilities at all."""
+    if not asked.return_logprob:
+        return None
+    start = num_prompt if asked.logprob_start == -1 else asked.logprob_start
+    if start > num_prompt:
+        raise InvalidArgument(
+            f"logprob_start_len is {start}, but {place} has only {num_prompt} tokens; use -1 for no "
+            "log-probabilities of the prompt"
+        )
+    return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Raise for what `generate` does not know, or cannot do yet."""
+    known = (*_GIVEN_IN_PLACE, *GenerateOptions.__annotations__)
+    for name, value in given.items():
+        if name not in known:
+            raise UnknownArgument(f"generate() has no argument {name!r}.{did_you_mean(name, known)}")
+        if name in _LATER and not _is_off(value, _LATER[name]):
+            raise InvalidArgument(f"{name} is not supported yet, got {show(value)}; leave it out")
+
+
+def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    """Whether the value, or each item of a list, asks for nothing."""
+    if isinstance(value, list | tuple):
+        return all(_is_off(item, off) for item in value)
+    return value is None or any(type(value) is type(neutral) and value == neutral for neutral in off)
+
+
+class _Options:
+    """The keywords of one call, item by item."""
+
+    def __init__(self, given: Mapping[str, Any], places: Sequence[str], *, single: bool) -> None:
+        self._given = given
+        self._count = len(places)
+        self._single = single
+
+    def each(self, name: str, check: Any, default: Any) -> list[Any]:
+        """The checked value of each prompt: one for all, or a list with one for each; None is the default."""
+        value = self._given.get(name)
+        if not isinstance(value, list | tuple):
+            return [default if value is None else check(name, value)] * self._count
+        if self._single:
+            raise InvalidArgument(
+                f"{name} is a list of {len(value)}, but there is one prompt; give one value"
+            )
+        if len(value) != self._count:
+            raise InvalidArgument(
+                f"{name} has length {len(value)}, but there are {self._count} prompts; give one value for "
+                "all, or one for each"
+            )
+        return [
+            default if item is None else check(f"{name}[{index}]", item) for index, item in enumerate(value)
+        ]
+
+
+def _start(name: str, value: Any) -> int:
+    return check_whole(name, value, minimum=-1, remedy="; -1 means none of the prompt, 0 all of it")
+
+
+def _num_top(name: str, value: Any) -> int:
+    return check_whole(name, value, minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+
+def _hidden_states(name: str, value: Any) -> Literal["last", "all"] | None:
+    if isinstance(value, str):
+        if value in ("last", "all", "full"):
+            return "last" if value == "last" else "all"
+        raise InvalidArgument(f"{name} must be True, False, 'last' or 'all', got {show(value)}")
+    return "all" if check_flag(name, value) else None
+
+
+def _priority(name: str, value: Any) -> int:
+    return check_whole(name, value, minimum=-_64_BITS_SIGNED, maximum=_64_BITS_SIGNED - 1)
+
+
+def _timeout(name: str, value: Any) -> float | None:
+    if value == math.inf:
+        return None
+    return check_real(name, value, minimum=0, above=True, remedy="; seconds, or None for no limit")
+
+
+def _token_ids(value: Any, count: int, *, single: bool, vocab_size: int) -> list[tuple[int, ...]]:
+    """`token_ids_logprob`: a flat list of ids for all prompts, or a list with such a list for each."""
+    items = _listed("token_ids_logprob", value)
+    is_nested = any(not isinstance(plain(item), int) for item in items)
+    if not is_nested:
+        return [_checked_ids("token_ids_logprob", items, vocab_size)] * count
+    if single or len(items) != count:
+        wanted = "one prompt; give one list of ids" if single else f"{count} prompts; give a list for each"
+        raise InvalidArgument(f"token_ids_logprob is a list of {len(items)} items, but there are {wanted}")
+    return [
+        _checked_ids(f"token_ids_logprob[{i}]", _listed(f"token_ids_logprob[{i}]", item), vocab_size)
+        for i, item in enumerate(items)
+    ]
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    items = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if not isinstance(items, list | tuple):
+        raise WrongType(f"{name} must be a list of token ids, got {show(value)}")
+    return list(items)
+
+
+def _checked_ids(name: str, items: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+    return tuple(
+        check_whole(f"{name}[{index}]", item, minimum=0, maximum=vocab_size - 1)
+        for index, item in enumerate(items)
+    )
