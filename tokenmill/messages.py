@@ -54,7 +54,8 @@ class Request:
     max_new_tokens: int
     seed: int  # unsigned 64 bit
     stop_ids: tuple[int, ...]  # token ids that end the request
-    # 0: one Output at the end. k > 0: an Output as soon as k unreported tokens are there.
+    # 0: one Output at the end. k > 0: an Output with the first token, then as soon as k unreported tokens
+    # are there.
     report_interval: int
     priority: int = 0  # the larger, the sooner
     timeout_seconds: float | None = None  # from submission; then the request is aborted

@@ -186,7 +186,7 @@ class Client:
             if not arrived:
                 break
             for row, arrival in arrived:
-                if row.finish is None:  # else it is a token after a stop string
+                if row.finish is None:  # else it is a token after a stop in the text
                     advanced.append(self._advance_row(call, row, arrival))
         return advanced
 
@@ -206,7 +206,7 @@ class Client:
 
     def _row(self, request: Request, index: int, *, stream: bool) -> Row:
         text = None
-        if self._tokenizer is not None and (stream or request.params.stop):
+        if self._tokenizer is not None and (stream or request.params.stops_on_text):
             text = self._tokenizer.open_text(request)
         return Row(request, name=next(self._names), index=index, text=text)
 
