@@ -29,26 +29,18 @@ _MINUS_INFINITY = float("-inf")
 _MOST_REMEMBERED = 256
 
 
-@dataclass
-class RowRequest:
-    """A request as a processor sees it; attributes set on it last as long as the request runs."""
-
-    origin_input_ids: list[int]
-    output_ids: list[int]
-
-
 class CustomLogitProcessor:
     """Base class of processors: changes the logits of the rows that use it, before a token is drawn.
 
     A class without arguments: one instance serves all requests that name the class. What belongs to one
-    request is kept on its `RowRequest`.
+    request is kept as an attribute of `__req__`.
     """
 
     def __call__(self, logits: Any, custom_param_list: Sequence[RowParams]) -> Any:
         """The new logits, float32 [rows, vocabulary] as given; changing them in place is fine.
 
-        `custom_param_list` has one dict for each row: the request's `custom_params`, and under `__req__` its
-        `RowRequest`.
+        `custom_param_list` has one dict for each row: the request's `custom_params`, and under `__req__` an
+        object with the lists `origin_input_ids` and `output_ids`, on which attributes may be set.
         """
         raise NotImplementedError
 
@@ -205,6 +197,10 @@ class LogitProcessor:
     # What the user gave: alive as long as this is, so that no other object takes its identity.
     source: Any = field(default=None, repr=False)
 
+    def __call__(self, logits: Any, custom_param_list: Sequence[RowParams]) -> Any:
+        """As `CustomLogitProcessor`."""
+        return self.call(logits, custom_param_list)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.key, self._payload())
 
@@ -224,6 +220,8 @@ class LogitProcessor:
             module: Any = importlib.import_module("dill")
         except ImportError:
             module = pickle
+            if getattr(self.source, "__module__", None) == "__main__":
+                raise pickle.PicklingError("the other process does not have the script it lives in") from None
         payload: bytes = module.dumps(self.call)
         return payload
 
@@ -267,8 +265,8 @@ def _by_name(name: str, value: str) -> LogitProcessor:
             return _registered[value]
         known = sorted(_registered)
     raise InvalidArgument(
-        f"{name} is {show(value)}, which is neither a registered logit processor ({', '.join(known)}) nor the "
-        f"text of one.{did_you_mean(value, known)}"
+        f"{name} is {show(value)}, which is neither a registered logit processor ({', '.join(known)}) nor "
+        f"the text of one.{did_you_mean(value, known)}"
     )
 
 
@@ -298,8 +296,8 @@ def _call_of(name: str, value: Any) -> ProcessorCall:
             call = value()
         except Exception as error:
             raise InvalidArgument(
-                f"{name}: {value.__qualname__}() fails: {error!r}; a class is made without arguments, so give "
-                "an instance instead"
+                f"{name}: {value.__qualname__}() fails: {error!r}; a class is made without arguments, so "
+                "give an instance instead"
             ) from error
     if not callable(call):
         raise WrongType(
