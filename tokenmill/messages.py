@@ -64,8 +64,8 @@ class Request:
     logprobs: LogprobOptions | None = None
     hidden_states: Literal["last", "all"] | None = None
     grammar: Grammar | None = None
-    # A logit processor: a callable (logits, parameters of each row) -> logits. Must be picklable where the
-    # core runs in a process.
+    # A logit processor: a callable (logits, parameters of each row) -> logits; the same object for requests
+    # that share it (`logit_processors.py`). Must be picklable where the core runs in a process.
     processor: Any = None
 
 

@@ -118,7 +118,10 @@ class Client:
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
     def prepare(self, job: Job, *, stream: bool) -> Call:
-        """The call for a job; nothing runs yet."""
+        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core."""
+        if self._config.core_process:
+            for processor in {request.processor for request in job.requests} - {None}:
+                processor.check_crosses("custom_logit_processor")
         shape = Shape(
             single=job.single,
             has_text=self._tokenizer is not None,

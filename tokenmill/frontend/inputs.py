@@ -137,6 +137,7 @@ class InputReader:
                 cache_namespace=asked[index].cache_salt.encode(),
                 logprobs=logprobs[index],
                 hidden_states=asked[index].hidden_states,
+                processor=asked[index].processor,
             )
             for index, row in enumerate(rows)
             for sample in range(n)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.logit_processors import LogitProcessor, resolve_processor
 from tokenmill.messages import EngineFacts, LogprobOptions
 from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, plain, show
 
@@ -70,7 +71,6 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (0,),
     "session_params": (),
-    "custom_logit_processor": (),
     "priority": (),
     "cache_salt": (),
     "timeout": (),
@@ -95,6 +95,7 @@ class RequestOptions:
     priority: int = 0
     timeout_seconds: float | None = None
     cache_salt: str = ""
+    processor: LogitProcessor | None = None
 
 
 def read_options(
@@ -116,9 +117,11 @@ def read_options(
     priorities = options.each("priority", _priority, 0)
     timeouts = options.each("timeout", _timeout, None)
     salts = options.each("cache_salt", check_text, "")
+    processors = options.each("custom_logit_processor", resolve_processor, None)
+    logprobs = (flags, starts, tops, ids, texts)
     return [
         RequestOptions(*values)
-        for values in zip(flags, starts, tops, ids, texts, hidden, priorities, timeouts, salts, strict=True)
+        for values in zip(*logprobs, hidden, priorities, timeouts, salts, processors, strict=True)
     ]
 
 
