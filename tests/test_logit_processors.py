@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,3 +301,39 @@ def test_with_the_core_in_a_process_of_its_own() -> None:
         stuck.stream = (number for number in range(3))  # type: ignore[attr-defined]
         with pytest.raises(sgl.InvalidArgument, match="cannot be pickled"):
             engine.generate("a", custom_logit_processor=stuck)
+
+
+SCRIPT = """
+import tokenmill as sgl
+from tokenmill.logit_processors import CustomLogitProcessor
+
+FIRST = 70
+
+
+class Counting(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        for row, params in enumerate(custom_param_list):
+            logits[row] = float("-inf")
+            logits[row, FIRST + len(params["__req__"].output_ids)] = 0
+        return logits
+
+
+if __name__ == "__main__":
+    with sgl.Engine(model_path="tiny", core_process=True) as llm:
+        params = {"max_new_tokens": 3, "ignore_eos": True}
+        print(llm.generate(["a", "b"], params, custom_logit_processor=Counting)["output_ids"])
+"""
+
+
+def test_from_a_script_to_a_core_in_another_process(tmp_path: Path) -> None:
+    """The class, and what it uses of its script, exist in the script only."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(sgl.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split("\n")[0] == "[[70, 71, 72], [70, 71, 72]]", done.stderr

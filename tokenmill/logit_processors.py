@@ -47,7 +47,7 @@ class CustomLogitProcessor:
     @classmethod
     def to_str(cls) -> str:
         """The class as text, `{"callable": <hex of its pickle by dill>}`; needs the extra `processors`."""
-        payload: bytes = _dill(f"{cls.__name__}.to_str()").dumps(cls)
+        payload: bytes = _dill(f"{cls.__name__}.to_str()").dumps(cls, recurse=True)
         return json.dumps({"callable": payload.hex()})
 
     @classmethod
@@ -202,12 +202,12 @@ class LogitProcessor:
         return self.call(logits, custom_param_list)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.key, self._payload())
+        return _restore, (self.key, *self._payload())
 
     def check_crosses(self, name: str) -> None:
         """Raise `InvalidArgument` if the processor cannot be sent to a core in another process."""
         try:
-            _loads(self._payload())
+            _loads(*self._payload())
         except Exception as error:
             raise InvalidArgument(
                 f"{name} must cross to the process of the core, but {show(self.call)} cannot be pickled: "
@@ -215,15 +215,15 @@ class LogitProcessor:
                 "core_process=False"
             ) from error
 
-    def _payload(self) -> bytes:
+    def _payload(self) -> tuple[str, bytes]:
+        """The module that wrote the call, and what it wrote."""
         try:
-            module: Any = importlib.import_module("dill")
+            dill: Any = importlib.import_module("dill")
         except ImportError:
-            module = pickle
             if getattr(self.source, "__module__", None) == "__main__":
                 raise pickle.PicklingError("the other process does not have the script it lives in") from None
-        payload: bytes = module.dumps(self.call)
-        return payload
+            return "pickle", pickle.dumps(self.call)
+        return "dill", dill.dumps(self.call, recurse=True)
 
 
 _lock = threading.RLock()
@@ -340,17 +340,16 @@ def _dill(user: str) -> Any:
         ) from None
 
 
-def _loads(payload: bytes) -> Any:
-    # What dill wrote names what it needs of dill.
-    return pickle.loads(payload)
+def _loads(module: str, payload: bytes) -> Any:
+    return importlib.import_module(module).loads(payload)
 
 
-def _restore(key: str, payload: bytes) -> LogitProcessor:
+def _restore(key: str, module: str, payload: bytes) -> LogitProcessor:
     """In the other process: the same object for the same key."""
     with _lock:
         known = _remembered.get(("key", key))
         if known is None:
-            call = _loads(payload)
+            call = _loads(module, payload)
             known = LogitProcessor(key, call, call)
             while len(_remembered) >= _MOST_REMEMBERED:
                 del _remembered[next(iter(_remembered))]
