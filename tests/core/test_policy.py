@@ -148,10 +148,8 @@ def test_keys_are_read_once_per_request_however_long_the_queue(
 
     monkeypatch.setattr(kind, "key", counting)
     queue = WaitingQueue(create_policy(policy, cache))
-    request = make_request("x", [1, 2, 3])
     for arrival in range(3000):
-        state = RequestState(request, arrival=arrival)
-        queue._arrived[str(arrival)] = state
+        queue.add(RequestState(make_request(str(arrival), [1, 2, 3]), arrival=arrival))
     assert queue.peek() is queue.peek()
     assert num_keys == kind.window
     drain(queue)

@@ -56,11 +56,13 @@ class RequestState:
         "stop_ids",
         "tokens",
         "total",
+        "urgency",
     )
 
-    def __init__(self, request: Request, *, arrival: int) -> None:
+    def __init__(self, request: Request, *, arrival: int, urgency: int = 0) -> None:
         self.request = request
         self.arrival = arrival
+        self.urgency = urgency  # the larger, the sooner; equal for all while priorities are off
         self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
         self.phase = Phase.WAITING
         self.num_prompt = len(request.prompt_ids)
