@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from tokenmill.messages import Request
+from tokenmill.messages import Finish, Request
 
 Clock = Callable[[], float]
 
@@ -41,3 +41,9 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now:
             due.append(heappop(self._heap)[1])
         return due
+
+
+def timed_out(request: Request) -> Finish:
+    """The end of a request whose time is over."""
+    message = f"the request timed out after {request.timeout_seconds:g} s (timeout)"
+    return Finish("abort", message=message, status_code=408, error_type="timeout")

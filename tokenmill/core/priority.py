@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from tokenmill.config import EngineConfig
 from tokenmill.core.request import RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
@@ -72,55 +74,83 @@ def _warn_ignored() -> None:
     logger.warning("priority is ignored: the engine was made without enable_priority_scheduling=True")
 
 
-@dataclass(slots=True)
-class Room:
-    """Rows and columns that waiting requests would take, against what running ones would leave behind.
+def queue_full(max_queued: int | None, *, by_urgency: bool) -> Finish:
+    """The end of a request for which there is no place in the queue."""
+    peers = ", none of them less urgent" if by_urgency else ""
+    message = (
+        f"the queue is full: max_queued_requests={max_queued} are waiting{peers}; send it again later, send "
+        "fewer at a time, or raise max_queued_requests"
+    )
+    return Finish("abort", message=message, status_code=503, error_type="queue_full")
 
-    `leaving` are the running requests in the order in which they would be pushed back.
+
+class Room:
+    """Rows and pages that waiting requests would take, against what running ones would leave behind.
+
+    `decoding` and `prefilling` are in the order of the scheduler; `max_tokens` is what a step computes.
     """
 
-    rows: Rows
-    cache: Cache
-    leaving: Sequence[RequestState]
-    num_growing: int  # running rows that begin a page in this step
-    num_new: int = 0  # requests that would come in
-    num_missing: int = 0  # columns that these need
+    def __init__(
+        self,
+        rows: Rows,
+        cache: Cache,
+        *,
+        decoding: Sequence[RequestState],
+        prefilling: Sequence[RequestState],
+        max_tokens: int,
+    ) -> None:
+        self.cache = cache
+        self._rows = rows
+        slots = [state.slot for state in (*decoding, *prefilling)]
+        self._num_growing = int(np.count_nonzero(rows.computed[slots] >= rows.room[slots]))
+        self._num_new = 0  # requests that would come in
+        self._num_missing = 0  # columns that these need
+        self.num_tokens = max_tokens - len(decoding)  # tokens of prompts that the step can still take
+        num_begun = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
+        # A long prompt that would take the whole step gives way first: what is computed of it is remembered.
+        blocking = prefilling if num_begun >= self.num_tokens else ()
+        self.num_blocking = len(blocking)
+        self.num_tokens -= 0 if blocking else num_begun
+        others = [state for state in (*decoding, *prefilling) if state not in blocking]
+        # In the order in which they would be pushed back: the least urgent first, of equals the youngest.
+        self.leaving = [*blocking, *sorted(reversed(others), key=urgency_of)]
 
-    def fits(self, count: int) -> bool:
-        """Whether all that would come in have room once the first `count` have left.
+    def take(self, state: RequestState, pages: RowPages) -> None:
+        """Count a request that would come in; `pages` is the prefix that it found."""
+        self._num_new += 1
+        self._num_missing += self.cache.columns(len(state.tokens)) - pages.num_columns
+        self.num_tokens -= len(state.tokens) - pages.num_columns * self.cache.page_size
 
-        A page must be left for each row, as always when a request is admitted.
+    def fits(self, num_leaving: int) -> bool:
+        """Whether all that would come in have room once so many have left.
+
+        A page must be left for each row, as always when a request is admitted, and for each that begins one.
         """
-        num_staying = self.rows.num_used - count
-        if num_staying + self.num_new > self.rows.max_rows:
+        num_staying = self._rows.num_used - num_leaving
+        if num_staying + self._num_new > self._rows.max_rows:
             return False
-        released = self.cache.count_released([_pages(state) for state in self.leaving[:count]])
-        needed = self.num_missing + self.num_growing + num_staying + self.num_new - 1
+        released = self.cache.count_released([_pages(state) for state in self.leaving[:num_leaving]])
+        needed = self._num_missing + self._num_growing + num_staying + self._num_new - 1
         return self.cache.num_available_columns + released >= needed
 
 
-def choose_victims(
-    waiting: Iterable[RequestState], room: Room, *, threshold: int, num_tokens: int, least: int = 0
-) -> Sequence[RequestState]:
-    """Who is to be pushed back so that the first of `waiting` can run: as few as do, at least `least`.
+def choose_victims(waiting: Iterable[RequestState], room: Room, *, threshold: int) -> Sequence[RequestState]:
+    """Who is to be pushed back so that the first of `waiting` can run: as few as do.
 
     Nobody gives way to a request that is not more urgent by more than `threshold`, that would not fit even
-    so, or that the step, which computes `num_tokens` tokens of prompts, would not reach. What two waiting
-    requests will share is counted twice, so there may be more room than they need.
+    so, or that this step would not reach. What two waiting requests will share is counted twice, so there
+    may be more room in the end than they need.
     """
     chosen = 0
     held: list[RowPages] = []  # prefixes of those that would come in: not to be counted as released
     for state in waiting:
-        eligible = _count_below(room.leaving, state.urgency - threshold)
-        if eligible < max(least, 1) or num_tokens <= 0 or not state.is_ready:
+        most = _count_below(room.leaving, state.urgency - threshold)
+        if most < max(room.num_blocking, 1) or room.num_tokens <= 0 or not state.is_ready:
             break
         state.load_tokens()
-        pages = room.cache.match(state.tokens.tobytes(), namespace=state.request.cache_namespace)
-        held.append(pages)
-        room.num_new += 1
-        room.num_missing += room.cache.columns(len(state.tokens)) - pages.num_columns
-        num_tokens -= len(state.tokens) - pages.num_columns * room.cache.page_size
-        counts = range(max(chosen, least), eligible + 1)
+        held.append(room.cache.match(state.tokens.tobytes(), namespace=state.request.cache_namespace))
+        room.take(state, held[-1])
+        counts = range(max(chosen, room.num_blocking), most + 1)
         index = bisect_left(counts, True, key=room.fits)
         if index == len(counts):
             break
@@ -128,6 +158,11 @@ def choose_victims(
     for pages in held:
         room.cache.release(pages)
     return room.leaving[:chosen]
+
+
+def urgency_of(state: RequestState) -> int:
+    """For sorting."""
+    return state.urgency
 
 
 def _count_below(states: Sequence[RequestState], urgency: int) -> int:

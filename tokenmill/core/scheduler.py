@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill.core.deadlines import timed_out
 from tokenmill.core.plan import PlanDraft
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
-from tokenmill.core.priority import Priorities, Room, choose_victims
+from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
@@ -128,7 +129,7 @@ class Scheduler:
     def _is_full(self) -> bool:
         """Whether the queue takes no more; who will find a free row does not count as waiting."""
         most = self._limits.max_queued
-        return most is not None and len(self._queue) >= most + self._rows.num_free
+        return most is not None and self.num_waiting >= most + self._rows.num_free
 
     def _least_urgent(self, newcomer: RequestState) -> RequestState:
         """Whom a full queue turns away: the newcomer, unless somebody there is less urgent."""
@@ -136,12 +137,7 @@ class Scheduler:
         return worst if worst.urgency < newcomer.urgency else newcomer
 
     def _turn_away(self, state: RequestState) -> Output:
-        message = (
-            f"the queue is full: max_queued_requests={self._limits.max_queued} are waiting"
-            f"{', none of them less urgent' if self._priorities.enabled else ''}; send it again later, send "
-            "fewer at a time, or raise max_queued_requests"
-        )
-        finish = Finish("abort", message=message, status_code=503, error_type="queue_full")
+        finish = queue_full(self._limits.max_queued, by_urgency=self._priorities.enabled)
         return self._end(state, finish) if state.request.id in self._states else state.report(finish)
 
     def cancel(self, request_ids: Sequence[str]) -> list[Output]:
@@ -152,7 +148,7 @@ class Scheduler:
     def time_out(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests whose `timeout_seconds` are over. Unknown ids are ignored."""
         found = [self._states[id] for id in request_ids if id in self._states]
-        return [self._end(state, _timed_out(state.request)) for state in found]
+        return [self._end(state, timed_out(state.request)) for state in found]
 
     def abort_all(self, message: str) -> list[Output]:
         """End every request at once, saying why. Steps in flight stay in flight."""
@@ -188,32 +184,19 @@ class Scheduler:
     def _preempt(self, threshold: int) -> None:
         """Push back rows for requests that are more urgent by more than `threshold`, if these then fit.
 
-        Before anything of the step is planned, because a plan must not use a page twice. A long prompt that
-        would take the whole step gives way first: what is computed of it is remembered.
+        Before anything of the step is planned, because a plan must not use a page twice.
         """
         self._refresh_decoding()
-        if self._rows.num_used == 0 or self._queue.peek().urgency - threshold <= self._last_row().urgency:
-            return
-        leaving = sorted([*self._decoding, *self._prefilling][::-1], key=_urgency)
-        rows, slots = self._rows, [state.slot for state in leaving]
-        num_tokens = self._limits.max_step_tokens - len(self._decode_slots)
-        num_begun = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in self._prefilling)
-        blocking = self._prefilling if num_begun >= num_tokens else []
-        room = Room(
-            rows=rows,
-            cache=self._cache,
-            leaving=[*blocking, *(state for state in leaving if state not in blocking)],
-            num_growing=int(np.count_nonzero(rows.computed[slots] >= rows.room[slots])),
-        )
-        victims = choose_victims(
-            self._queue,
-            room,
-            threshold=threshold,
-            num_tokens=num_tokens if blocking else num_tokens - num_begun,
-            least=len(blocking),
-        )
-        for state in victims:
-            self._retract(state)
+        if self._rows.num_used and self._queue.peek().urgency - threshold > self._last_row().urgency:
+            room = Room(
+                self._rows,
+                self._cache,
+                decoding=self._decoding,
+                prefilling=self._prefilling,
+                max_tokens=self._limits.max_step_tokens,
+            )
+            for state in choose_victims(self._queue, room, threshold=threshold):
+                self._retract(state)
 
     def _schedule_decodes(self, draft: PlanDraft) -> int:
         """Add the rows that decode, in order; returns their number."""
@@ -356,7 +339,7 @@ class Scheduler:
             self._prefilling = [state for state in self._prefilling if state.phase is Phase.PREFILL]
             self._decoding = self._decoding + prefills
             if self._priorities.enabled:
-                self._decoding.sort(key=_urgency, reverse=True)  # stable: equals stay as admitted
+                self._decoding.sort(key=urgency_of, reverse=True)  # stable: equals stay as admitted
             self._decoding_changed = True
         rows, slots = self._rows, plan.slots[: plan.num_decodes]
         ended = np.flatnonzero(rows.computed[slots] >= rows.end[slots])
@@ -451,12 +434,3 @@ class Scheduler:
             assert len(state.tokens) <= state.limit
         if self._states and not self._flights:
             assert not draining
-
-
-def _urgency(state: RequestState) -> int:
-    return state.urgency
-
-
-def _timed_out(request: Request) -> Finish:
-    message = f"the request timed out after {request.timeout_seconds:g} s (timeout)"
-    return Finish("abort", message=message, status_code=408, error_type="timeout")
