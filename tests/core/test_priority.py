@@ -110,6 +110,20 @@ def test_when_pages_run_out_the_least_urgent_row_goes(harness: Make, make_reques
     assert all(loop.tokens(request.id) == alone(request)[0] for request in job)
 
 
+def test_when_pages_run_out_an_urgent_prompt_goes_on(harness: Make, make_request: Make, alone: Make) -> None:
+    """Although it came last and is not complete."""
+    loop = harness(
+        num_pages=9, page_size=2, max_step_tokens=2, max_sequence_tokens=18, max_rows=4, priorities=ORDER_ONLY
+    )
+    job = [make_request("a", [1], 17, priority=0), make_request("b", [2] * 13, 2, priority=1)]
+    loop.submit(job[0])
+    loop.step()
+    loop.submit(job[1])
+    loop.run()
+    assert [loop.last(name).num_retractions for name in "ab"] == [1, 0]
+    assert all(loop.tokens(request.id) == alone(request)[0] for request in job)
+
+
 def test_more_rows_than_a_step_has_tokens_leave_the_urgent_ones_in(harness: Make, make_request: Make) -> None:
     loop = harness(max_step_tokens=3, max_rows=8, priorities=ORDER_ONLY)
     loop.submit(*[make_request(str(index), [index], 12) for index in range(3)])
@@ -201,6 +215,19 @@ def test_what_two_rows_share_is_not_freed_by_one(harness: Make, make_request: Ma
     loop.run()
     assert loop.last("idle").cached_tokens == 16
     assert [loop.last(name).num_retractions for name in ("peer", "idle")] == [0, 0]
+
+
+def test_what_is_there_of_a_prompt_needs_no_room(harness: Make, make_request: Make) -> None:
+    """Of 24 tokens 20 are computed already, by a row that stays."""
+    loop = harness(num_pages=14, page_size=4, max_sequence_tokens=48, max_rows=8, priorities=ON)
+    prompt = [1] * 20
+    loop.submit(make_request("peer", [*prompt, 2], 3, priority=45))
+    loop.submit(make_request("idle", [2], 3, priority=0))
+    loop.step()
+    loop.submit(make_request("urgent", [*prompt, 3, 3, 3], 1, priority=50))
+    assert loop.launch().token_ids.tolist() == [3, 3, 3]
+    loop.run()
+    assert loop.last("idle").num_retractions == 0
 
 
 def test_a_long_prompt_gives_way_between_two_chunks(harness: Make, make_request: Make, alone: Make) -> None:
