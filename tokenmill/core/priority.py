@@ -148,7 +148,8 @@ def choose_victims(waiting: Iterable[RequestState], room: Room, *, threshold: in
         if most < max(room.num_blocking, 1) or room.num_tokens <= 0 or not state.is_ready:
             break
         state.load_tokens()
-        held.append(room.cache.match(state.tokens.tobytes(), namespace=state.request.cache_namespace))
+        known, namespace = state.reusable_tokens.tobytes(), state.request.cache_namespace
+        held.append(room.cache.match(known, namespace=namespace))
         room.take(state, held[-1])
         counts = range(max(chosen, room.num_blocking), most + 1)
         index = bisect_left(counts, True, key=room.fits)

@@ -23,6 +23,10 @@ from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, Ste
 _CANCELLED = "The request was aborted by its caller."
 
 
+def _waits_for_tokens(state: RequestState) -> bool:
+    return state.extras is not None and state.extras.waits_for_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """What one step and one sequence may use."""
@@ -39,7 +43,13 @@ class _Flight:
 
     samples: BoolArray  # which of the plan's rows draw a token
     states: list[RequestState]  # whose rows these are, in the plan's order
+    num_decodes: int
+    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
+
+    def state(self, row: int) -> RequestState:
+        """Whose row of the plan this is."""
+        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class Scheduler:
@@ -73,6 +83,7 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}  # everything not finished
         self._num_arrived = 0
         self._num_admitted = 0
+        self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
         self._decoding: list[RequestState] = []
         self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
@@ -93,6 +104,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Steps whose results were not taken in yet."""
         return len(self._flights)
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether some row of the newest step draws only when the host knows all tokens before it."""
+        return self._num_late > 0 and any(map(_waits_for_tokens, self._flights[-1].states))
 
     @property
     def idle(self) -> bool:
@@ -121,6 +137,7 @@ class Scheduler:
                 ended.append(self._turn_away(excess))
                 if excess is state:
                     continue
+            self._num_late += _waits_for_tokens(state)
             self._states[request.id] = state
             self._queue.add(state)
         return ended
@@ -170,12 +187,14 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build()
-        drawing = [state for state in prefills if state.request.max_new_tokens]
+        drawing = [state for state in prefills if state.draws]
         self._flights.append(
             _Flight(
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
-                prompts_only=[state for state in prefills if not state.request.max_new_tokens],
+                num_decodes=num_decodes,
+                chunks=draft.chunks,
+                prompts_only=[state for state in prefills if not state.draws],
             )
         )
         self._settle(plan, decodes, prefills)
@@ -280,7 +299,7 @@ class Scheduler:
         if not state.is_ready or cache.num_available_columns <= headroom:
             return None
         state.load_tokens()
-        pages = cache.match(state.tokens.tobytes(), namespace=state.request.cache_namespace)
+        pages = cache.match(state.reusable_tokens.tobytes(), namespace=state.request.cache_namespace)
         missing = cache.columns(len(state.tokens)) - pages.num_columns
         if missing > cache.num_available_columns - headroom:
             cache.release(pages)
@@ -319,8 +338,7 @@ class Scheduler:
         end = min(start + budget, len(state.tokens))
         is_last = end == len(state.tokens)
         chunk = np.array(state.tokens[start:end], dtype=np.int32)
-        samples = is_last and state.request.max_new_tokens > 0
-        draft.add_prefill(state.slot, start, chunk, samples=samples)
+        draft.add_prefill(state, start, chunk, samples=is_last and state.draws)
         self._rows.computed[state.slot] = end
         assert state.pages is not None
         self._cache.commit(state.pages, state.tokens, num_tokens=end)
@@ -358,7 +376,7 @@ class Scheduler:
     def take_in(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns what is due to be reported."""
         flight = self._flights.popleft()
-        outputs: list[Output] = []
+        outputs = self._take_in_extras(flight, result)
         drawn = result.token_ids[flight.samples].tolist()
         for state, token in zip(flight.states, drawn, strict=True):
             if state.finish is not None:
@@ -372,7 +390,30 @@ class Scheduler:
                 outputs.append(self._end(state, Finish("length", length=0)))
         return outputs
 
+    def _take_in_extras(self, flight: _Flight, result: StepResult) -> list[Output]:
+        """Keep what rows were shown; the Outputs of those that failed."""
+        if result.logprobs is not None:
+            for place, state in enumerate(flight.states):
+                if state.extras is not None and state.extras.wants_logprobs:
+                    state.extras.show_logprobs(result.logprobs, place)
+        for row, position, logprobs in result.prompt_logprobs:
+            if (extras := flight.state(row).extras) is not None:
+                extras.show_prompt_logprobs(position, logprobs)
+        for row, position, hidden in result.hidden_states:
+            if (extras := flight.state(row).extras) is not None:
+                extras.show_hidden_states(position, hidden)
+        failed = [(flight.state(row), message) for row, message in result.failures]
+        return [
+            self._end(state, Finish("abort", message=message, status_code=500, error_type="internal"))
+            for state, message in failed
+            if state.finish is None
+        ]
+
     def _report(self, state: RequestState, token: int) -> Output:
+        if not state.request.max_new_tokens:  # drawn for its log-probability
+            assert state.extras is not None
+            state.extras.next_token = state.tokens.pop()
+            return self._end(state, Finish("length", length=0))
         if token in state.stop_ids:
             return self._end(state, Finish("stop", matched=token))
         if len(state.tokens) >= state.limit:
@@ -387,6 +428,7 @@ class Scheduler:
             self._vacate(state, Phase.FINISHED)
         state.phase = Phase.FINISHED
         del self._states[state.request.id]
+        self._num_late -= _waits_for_tokens(state)
         return state.report(finish)
 
     def _vacate(self, state: RequestState, phase: Phase) -> None:
