@@ -124,15 +124,6 @@ def test_when_pages_run_out_an_urgent_prompt_goes_on(harness: Make, make_request
     assert all(loop.tokens(request.id) == alone(request)[0] for request in job)
 
 
-def test_more_rows_than_a_step_has_tokens_leave_the_urgent_ones_in(harness: Make, make_request: Make) -> None:
-    loop = harness(max_step_tokens=3, max_rows=8, priorities=ORDER_ONLY)
-    loop.submit(*[make_request(str(index), [index], 12) for index in range(3)])
-    loop.step()
-    loop.submit(make_request("urgent", [1], 3, priority=1))
-    loop.run()
-    assert loop.last("urgent").num_retractions == 0
-
-
 # ── who gives way ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -244,6 +235,21 @@ def test_a_long_prompt_gives_way_between_two_chunks(harness: Make, make_request:
     assert loop.mill.num_computed <= 40 + 2 + 3 + 3, "the chunks that were computed are not computed again"
 
 
+def test_a_row_gives_way_where_rows_fill_the_step(harness: Make, make_request: Make, alone: Make) -> None:
+    """There are rows and pages enough, but each row takes one of three tokens."""
+    loop = harness(max_step_tokens=3, priorities=ON)
+    job = [make_request(str(index), [index], 12) for index in range(3)]
+    urgent = make_request("urgent", [3, 3], 3, priority=0)
+    loop.submit(*job)
+    loop.step()
+    loop.submit(urgent)
+    plan = loop.launch()
+    assert plan.token_ids.tolist() == [3]
+    loop.run()
+    assert [loop.last(name).num_retractions for name in "012"] == [0, 0, 1]
+    assert all(loop.tokens(request.id) == alone(request)[0] for request in [*job, urgent])
+
+
 def test_order_only(harness: Make, make_request: Make) -> None:
     loop = harness(max_rows=1, priorities=ORDER_ONLY)
     loop.submit(make_request("a", [1], 9))
@@ -268,7 +274,7 @@ def test_order_only(harness: Make, make_request: Make) -> None:
     threshold=st.sampled_from([0, 5, 10]),
     depth=st.integers(1, 3),
     max_rows=st.integers(1, 4),
-    max_step_tokens=st.integers(2, 20),
+    max_step_tokens=st.integers(1, 20),
 )
 def test_all_end_and_none_is_pushed_back_more_often_than_others_come(
     harness: Make,

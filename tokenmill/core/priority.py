@@ -111,6 +111,7 @@ class Room:
         blocking = prefilling if num_begun >= self.num_tokens else ()
         self.num_blocking = len(blocking)
         self.num_tokens -= 0 if blocking else num_begun
+        self._num_tokens_before = self.num_tokens  # what the last of those that would come in finds
         others = [state for state in (*decoding, *prefilling) if state not in blocking]
         # In the order in which they would be pushed back: the least urgent first, of equals the youngest.
         self.leaving = [*blocking, *sorted(reversed(others), key=urgency_of)]
@@ -118,6 +119,7 @@ class Room:
     def take(self, state: RequestState, pages: RowPages) -> None:
         """Count a request that would come in; `pages` is the prefix that it found."""
         self._num_new += 1
+        self._num_tokens_before = self.num_tokens
         self._num_missing += self.cache.columns(len(state.tokens)) - pages.num_columns
         self.num_tokens -= len(state.tokens) - pages.num_columns * self.cache.page_size
 
@@ -125,9 +127,11 @@ class Room:
         """Whether all that would come in have room once so many have left.
 
         A page must be left for each row, as always when a request is admitted, and for each that begins one.
+        A row that writes leaves a token of the step behind.
         """
         num_staying = self._rows.num_used - num_leaving
-        if num_staying + self._num_new > self._rows.max_rows:
+        has_row = num_staying + self._num_new <= self._rows.max_rows
+        if not has_row or self._num_tokens_before + num_leaving <= self.num_blocking:
             return False
         released = self.cache.count_released([_pages(state) for state in self.leaving[:num_leaving]])
         needed = self._num_missing + self._num_growing + num_staying + self._num_new - 1
@@ -145,7 +149,8 @@ def choose_victims(waiting: Iterable[RequestState], room: Room, *, threshold: in
     held: list[RowPages] = []  # prefixes of those that would come in: not to be counted as released
     for state in waiting:
         most = _count_below(room.leaving, state.urgency - threshold)
-        if most < max(room.num_blocking, 1) or room.num_tokens <= 0 or not state.is_ready:
+        is_reached = room.num_tokens > 0 or not held
+        if most < max(room.num_blocking, 1) or not is_reached or not state.is_ready:
             break
         state.load_tokens()
         known, namespace = state.reusable_tokens.tobytes(), state.request.cache_namespace
