@@ -134,7 +134,7 @@ class InputReader:
                 report_interval=settings[index].report_interval,
                 priority=asked[index].priority,
                 timeout_seconds=asked[index].timeout_seconds,
-                cache_namespace=asked[index].cache_salt.encode(),
+                cache_namespace=asked[index].cache_salt.encode(errors="surrogatepass"),
                 logprobs=logprobs[index],
                 hidden_states=asked[index].hidden_states,
                 processor=asked[index].processor,
