@@ -225,7 +225,6 @@ def test_errors_of_a_stream_are_raised_at_the_call(llm: sgl.Engine, cores: list[
         {"custom_logit_processor": "mine"},
         {"return_hidden_states": True},
         {"return_hidden_states": "last"},
-        {"session_params": {"id": "s"}},
         {"priority": 10},
         {"data_parallel_rank": 1},
         {"cache_salt": "s"},

@@ -32,8 +32,8 @@ class PromptLint:
         if not self._told_bos and self._has_two_bos(text):
             self._told_bos = True
             warnings.warn(
-                "a prompt begins with the token that starts a text, and the tokenizer adds another one; leave "
-                "it out of the prompt, or use chat() or input_ids",
+                "a prompt begins with the token that starts a text, and the tokenizer adds another; leave it "
+                "out of the prompt, or use chat() or input_ids",
                 stacklevel=2,
             )
         if not self._told_template:

@@ -235,8 +235,8 @@ class Sessions:
             return NO_SESSION
         if session_id is not None:
             raise InvalidArgument(
-                "session_id and session_params are both given; session_params continues a session, session_id "
-                "is a hint: leave it out"
+                "session_id and session_params are both given; session_params continues a session, and "
+                "session_id is a hint: leave it out"
             )
         wish = _read_wish(session_params)
         with self._lock:
