@@ -627,6 +627,16 @@ def test_a_session_answers_as_one_long_prompt_does(tiny_engine: Any) -> None:
         context += result["output_ids"]
 
 
+def test_a_turn_that_is_refused_costs_nothing(tiny_engine: Any) -> None:
+    s = {"id": tiny_engine.open_session(40)}
+    tiny_engine.generate("My name is Alice.", {"max_new_tokens": 1}, session_params=s)
+    with pytest.raises(sgl.InvalidArgument, match="capacity_of_str_len"):
+        tiny_engine.generate("What is my name? " * 9, GREEDY, session_params=s)
+    with pytest.raises(sgl.InvalidArgument, match="capacity_of_str_len"):
+        tiny_engine.generate("What is my name? " * 9, GREEDY, session_params=s, stream=True)
+    assert "Alice" in tiny_engine.generate("What is my name?", GREEDY, session_params=s)["text"]
+
+
 def test_fifty_sessions_at_once(tiny_engine: Any) -> None:
     names = ["Alice", "Bob", "Carol", "David", "Emma"]
 

@@ -120,7 +120,8 @@ def read_template(name: str, value: Any) -> str:
             raise InvalidArgument(f"{name} cannot be read from {show(value)}: {error}") from None
     if not _is_template(text):
         raise InvalidArgument(
-            f"{name} must be a Jinja template, as text or as the path of its file, got {show(value)}"
+            f"{name} must be a Jinja template, as text or as the path of its file, got {show(value)}; "
+            "templates are not known by name: leave it out for the model's own"
         )
     return text
 

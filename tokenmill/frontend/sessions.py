@@ -212,22 +212,23 @@ class Sessions:
         session = _Session(chosen, capacity, streaming=check_flag("streaming", streaming), timeout=seconds)
         with self._lock:
             self._close_idle()
-            if chosen in self._open:
-                logger.warning("session %r is open already", chosen)
-                return None
-            self._open[chosen] = session
-            self._touch(session)
-            if seconds is not None:
+            is_new = self._open.setdefault(chosen, session) is session
+            if is_new:
+                self._touch(session)
+            if is_new and seconds is not None:
                 self._look_again(session, session.used_seconds + seconds)
-        return chosen
+        if not is_new:
+            logger.warning("session %r is open already", chosen)
+        return chosen if is_new else None
 
     def close(self, session_id: Any) -> None:
         """Forget a session; its requests go on and are not recorded. An unknown id is a warning."""
         chosen = check_text("session_id", session_id)
         with self._lock:
             self._close_idle()
-            if self._open.pop(chosen, None) is None:
-                logger.warning("there is no session %r to close", chosen)
+            closed = self._open.pop(chosen, None)
+        if closed is None:
+            logger.warning("there is no session %r to close", chosen)
 
     def continuation(self, session_params: Any, session_id: Any = None) -> Continuation:
         """What a call with these arguments continues. Raises `InvalidArgument` if it cannot."""
