@@ -238,6 +238,16 @@ def test_a_session_that_is_closed_while_a_call_is_made(sessions: Sessions) -> No
         call.start([make_row("a", prompt)])
 
 
+def test_a_turn_that_is_replaced_while_a_call_is_made(sessions: Sessions) -> None:
+    sessions.open(10, "s")
+    take_turn(sessions, {"id": "s"}, "a", [1], [2])
+    call = sessions.continuation({"id": "s"})
+    [prompt], _ = call.join([np.asarray([3], np.int32)], ["prompt"])
+    take_turn(sessions, {"id": "s", "replace": True}, "b", [4], [])
+    with pytest.raises(sgl.InvalidArgument, match="session 's' was changed meanwhile"):
+        call.start([make_row("c", prompt)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

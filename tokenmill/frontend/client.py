@@ -242,11 +242,7 @@ class Client:
     # ── to the core ───────────────────────────────────────────────────────────────────────────
 
     def submit(self, call: Call) -> None:
-        """Start a call.
-
-        Raises `InvalidArgument` for an id in flight and for what its session cannot take, `EngineDead`,
-        `EngineClosed`.
-        """
+        """Start a call. Raises `InvalidArgument` (id taken, session full), `EngineDead`, `EngineClosed`."""
         with self._lock:
             self._raise_if_ended()
             for row in call.rows:
