@@ -69,7 +69,6 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (0,),
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (0,),
-    "session_params": (),
     "custom_logit_processor": (),
 }
 _MEDIA = ("image_data", "audio_data", "video_data")
