@@ -258,7 +258,6 @@ def test_errors_of_a_stream_are_raised_at_the_call(llm: sgl.Engine, cores: list[
         {"image_data": "picture.png"},
         {"video_data": ["a.mp4"]},
         {"lora_path": "math"},
-        {"session_params": {"id": "s"}},
         {"data_parallel_rank": 1},
     ],
 )

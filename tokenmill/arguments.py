@@ -189,6 +189,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "load_format": _choice,
     "dtype": _dtype,
     "json_model_override_args": _json_object,
+    "chat_template": check_text,
     "served_model_name": check_text,
     "weight_version": check_text,
     "device": _device,

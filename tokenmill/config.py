@@ -28,6 +28,7 @@ class EngineConfig:
     model_path: str = _arg("tiny", "checkpoint folder, hub repository id, or 'tiny' (bundled)")
     tokenizer_path: str | None = _arg(None, "folder or hub id of the tokenizer (default: model_path)")
     skip_tokenizer_init: bool = _arg(False, "no tokenizer: input_ids in, output_ids out, no text")
+    chat_template: str | None = _arg(None, "Jinja template of chat(), or its file (default: the model's)")
     trust_remote_code: bool = _arg(False, "allow tokenizer and config code shipped with the checkpoint")
     revision: str | None = _arg(None, "branch, tag or commit of the hub repository")
     download_dir: str | None = _arg(None, "cache folder for hub downloads")

@@ -19,7 +19,7 @@ IGNORED: dict[str, dict[str, object]] = {
     "it configures an HTTP server, and this engine is a library": dict(
         host="127.0.0.1", port=30000, fastapi_root_path="", grpc_mode=False, skip_server_warmup=False,
         warmups=None, api_key=None, file_storage_path="sglang_storage", log_level_http=None,
-        chat_template=None, completion_template=None, reasoning_parser=None, tool_call_parser=None,
+        completion_template=None, reasoning_parser=None, tool_call_parser=None,
         tool_server=None, enable_cache_report=False, sampling_defaults="model",
         tokenizer_metrics_custom_labels_header="x-custom-labels",
         tokenizer_metrics_allowed_custom_labels=None),

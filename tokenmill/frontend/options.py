@@ -70,7 +70,6 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (0,),
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (0,),
-    "session_params": (),
 }
 _MEDIA = ("image_data", "audio_data", "video_data")
 _GIVEN_IN_PLACE = ("prompt", "sampling_params", "input_ids", *_MEDIA, "stream", "rid")
