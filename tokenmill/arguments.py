@@ -179,7 +179,7 @@ _count = partial(check_whole, minimum=1, maximum=2**31 - 1)
 
 _FLAGS = (
     "skip_tokenizer_init trust_remote_code core_process disable_radix_cache disable_cuda_graph"
-    " cumulative_stream show_progress"
+    " cumulative_stream show_progress log_requests enable_metrics"
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_FLAGS.split(), check_flag),
@@ -201,6 +201,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "steps_in_flight": partial(check_whole, minimum=1, maximum=64),
     "preferred_sampling_params": _preferred_sampling_params,
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
+    "log_requests_level": partial(check_whole, minimum=0, maximum=3),
     "log_level": partial(_choice, synonyms=LOG_LEVELS),
 }
 

@@ -528,7 +528,7 @@ def test_progress_bar(
 ) -> None:
     written = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
-    monkeypatch.setattr("tokenmill.frontend.client._QUIET_SECONDS", 0)
+    monkeypatch.setattr("tokenmill.frontend.progress._QUIET_SECONDS", 0)
     client._config = replace(client._config, show_progress=show)
     threads = threading.active_count()
     client.run(prepare(*["text"] * num_rows))

@@ -6,12 +6,13 @@ Who moves a request from one phase to the next is the scheduler; here is only wh
 from __future__ import annotations
 
 import enum
+import time
 from array import array
 
 import numpy as np
 
 from tokenmill.kvcache import RowPages
-from tokenmill.messages import Finish, IntArray, Output, Request
+from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
 
 # Slot of a request that is in no row, age of one that never was in any.
 NO_SLOT = -1
@@ -40,10 +41,12 @@ class RequestState:
     """
 
     __slots__ = (
+        "admitted_seconds",
         "age",
         "arrival",
         "cached_tokens",
         "finish",
+        "first_token_seconds",
         "limit",
         "num_prompt",
         "num_reported",
@@ -54,6 +57,7 @@ class RequestState:
         "request",
         "slot",
         "stop_ids",
+        "submitted_seconds",
         "tokens",
         "total",
     )
@@ -76,6 +80,10 @@ class RequestState:
         self.num_retractions = 0
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
+        # See `RequestTimes`.
+        self.submitted_seconds = time.perf_counter()
+        self.admitted_seconds: float | None = None
+        self.first_token_seconds: float | None = None
         self._set_report()
 
     @property
@@ -90,6 +98,7 @@ class RequestState:
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""
+        times = None if self.num_reported else self._times()
         first = self.num_prompt + self.num_reported
         token_ids = self.tokens[first:].tolist()
         self.num_reported += len(token_ids)
@@ -101,7 +110,11 @@ class RequestState:
             finish=finish,
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
+            times=times,
         )
+
+    def _times(self) -> RequestTimes:
+        return RequestTimes(self.submitted_seconds, self.admitted_seconds, self.first_token_seconds)
 
     def _set_report(self) -> None:
         interval = self.request.report_interval

@@ -6,6 +6,7 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class _Flight:
 
     samples: BoolArray  # which of the plan's rows draw a token
     states: list[RequestState]  # whose rows these are, in the plan's order
+    starting: list[RequestState]  # those of `states` whose prompt ends in this step
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
 
 
@@ -66,6 +68,7 @@ class Scheduler:
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
         self._prefilling: list[RequestState] = []  # at most one between steps
         self._flights: deque[_Flight] = deque()
+        self.num_drawn = 0  # tokens taken in since the start
 
     @property
     def num_waiting(self) -> int:
@@ -108,6 +111,13 @@ class Scheduler:
         """End every request at once, saying why. Steps in flight stay in flight."""
         return self._abort(list(self._states.values()), message)
 
+    def retract_all(self) -> None:
+        """Preempt everything that runs; no step may be in flight. It is computed anew when it comes back."""
+        assert not self._flights
+        self._refresh_decoding()
+        for state in [*self._prefilling, *reversed(self._decoding)]:
+            self._retract(state)
+
     def _abort(self, states: Iterable[RequestState], message: str) -> list[Output]:
         return [self._end(state, Finish("abort", message=message)) for state in states]
 
@@ -127,6 +137,7 @@ class Scheduler:
             _Flight(
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
+                starting=drawing,
                 prompts_only=[state for state in prefills if not state.request.max_new_tokens],
             )
         )
@@ -226,6 +237,7 @@ class Scheduler:
         """Give a slot to a request that has pages."""
         if state.age == NEVER_ADMITTED:
             state.age = self._num_admitted
+            state.admitted_seconds = time.perf_counter()
             self._num_admitted += 1
         state.pages = pages
         state.phase = Phase.PREFILL
@@ -290,6 +302,8 @@ class Scheduler:
         flight = self._flights.popleft()
         outputs: list[Output] = []
         drawn = result.token_ids[flight.samples].tolist()
+        self._take_time(flight.starting)
+        self.num_drawn += len(drawn)
         for state, token in zip(flight.states, drawn, strict=True):
             if state.finish is not None:
                 continue
@@ -301,6 +315,13 @@ class Scheduler:
             if state.finish is None:
                 outputs.append(self._end(state, Finish("length", length=0)))
         return outputs
+
+    def _take_time(self, starting: list[RequestState]) -> None:
+        """Note when requests got their first token; one that was preempted keeps its first time."""
+        if starting:
+            seconds = time.perf_counter()
+            for state in starting:
+                state.first_token_seconds = state.first_token_seconds or seconds
 
     def _report(self, state: RequestState, token: int) -> Output:
         if token in state.stop_ids:

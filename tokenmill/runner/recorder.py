@@ -70,6 +70,13 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         self._used = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the graphs hold."""
+        segments = torch.cuda.memory_snapshot()
+        mine = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._memory)]
+        return sum(segment["total_size"] for segment in mine)
+
     def record(self, step: Callable[[], torch.Tensor], title: str) -> Graph:
         """Capture `step`, which returns the tokens it draws and may run on nobody's rows meanwhile.
 
