@@ -223,7 +223,7 @@ class Engine:
         `output_dir` (default: $SGLANG_TORCH_PROFILER_DIR, else the system's temporary folder),
         `profile_prefix` and `profile_id` (default: the time) name the file:
         `[<prefix>-]<id>-TP-0.trace.json.gz`. `activities` is a list of "CPU", "GPU" and "MEM"; `with_stack`
-        and `record_shapes` are on by default. With `num_steps` it stops by itself after so many steps, and with
+        and `record_shapes` are on by default. With `num_steps` it stops by itself after so many steps; with
         `start_step` it begins when so many steps have run since the engine was made. `profile_dir` and
         `profile_name` mean `output_dir` and `profile_prefix`.
 
