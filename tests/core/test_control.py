@@ -299,7 +299,12 @@ def test_memory_is_released_only_when_nothing_runs(
     assert core.call("load") == {"running": 0, "waiting": 1}
     core.call("resume_memory_occupation", tags=("cuda_graph", "kv_cache", "weights"))
     answers.wait_finished("b")
-    assert [name for name, _ in mill.calls] == ["release_memory", "resume_memory", "resume_memory"]
+    assert [name for name, _ in mill.calls] == [
+        "release_memory",
+        "resume_memory",
+        "resume_memory",
+        "open_graphs",
+    ]
 
 
 def test_weights_that_are_released_are_neither_read_nor_updated(core: CoreThread) -> None:

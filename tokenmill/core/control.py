@@ -21,7 +21,6 @@ _log = logging.getLogger("tokenmill")
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 # Calls that wait until every request before them has finished.
 _WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
 # Steps over which throughput is measured.
@@ -182,11 +181,13 @@ class Control:
         self._released |= new
 
     def _resume(self, *, tags: Collection[str]) -> None:
-        """Take back one thing after the other; graphs come last, because they hold addresses of the rest."""
-        for tag in MEMORY_TAGS:
-            if tag in tags and tag in self._released:
-                self._runner.call("resume_memory", tag=tag)
-                self._released.discard(tag)
+        """Take back one thing after the other, and graphs with the last: they hold addresses of the rest."""
+        resumed = [tag for tag in tags if tag in self._released]
+        for tag in resumed:
+            self._runner.call("resume_memory", tag=tag)
+            self._released.discard(tag)
+        if resumed and not self._released:
+            self._runner.call("open_graphs")
 
 
 class _StepWatch:

@@ -85,10 +85,17 @@ class Loop:
         plan = self._scheduler.schedule() if self._scheduler.num_in_flight < depth else None
         if plan is not None:
             self._runner.launch(plan)
+            # The forward pass runs while the host catches up with the tokens before it.
+            while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
+                self._collect()
             self._runner.sample(None)
         if self._scheduler.num_in_flight == depth or plan is None:
             assert self._scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
-            self._send(self._scheduler.take_in(self._runner.collect()))
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take in the oldest step."""
+        self._send(self._scheduler.take_in(self._runner.collect()))
 
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes."""

@@ -11,6 +11,7 @@ from array import array
 
 import numpy as np
 
+from tokenmill.core.extras import request_extras
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
 
@@ -45,6 +46,7 @@ class RequestState:
         "age",
         "arrival",
         "cached_tokens",
+        "extras",
         "finish",
         "first_token_seconds",
         "limit",
@@ -84,6 +86,7 @@ class RequestState:
         self.submitted_seconds = time.perf_counter()
         self.admitted_seconds: float | None = None
         self.first_token_seconds: float | None = None
+        self.extras = request_extras(request, self.tokens)
         self._set_report()
 
     @property
@@ -91,10 +94,15 @@ class RequestState:
         """Whether a waiting request can be admitted: no draw of an earlier run is still in flight."""
         return not self.tokens or len(self.tokens) == self.total
 
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn after the prompt, even if only to tell its log-probability."""
+        return self.request.max_new_tokens > 0 or self.request.logprobs is not None
+
     def load_tokens(self) -> None:
         """Fill `tokens` from the prompt, if this is the first admission."""
         if not self.tokens:
-            self.tokens = array("i", self.request.prompt_ids.tobytes())
+            self.tokens.frombytes(self.request.prompt_ids.tobytes())
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""
@@ -111,6 +119,7 @@ class RequestState:
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
             times=times,
+            insight=None if self.extras is None else self.extras.insight(is_last=finish is not None),
         )
 
     def _times(self) -> RequestTimes:

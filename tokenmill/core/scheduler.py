@@ -7,6 +7,7 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
 
 _CANCELLED = "The request was aborted by its caller."
+
+
+def _waits_for_tokens(state: RequestState) -> bool:
+    return state.extras is not None and state.extras.waits_for_tokens
+
+
+def _reusable(state: RequestState) -> array[int]:
+    """The known tokens of a request whose keys and values may come from the cache, and one to compute."""
+    most = None if state.extras is None else state.extras.most_cached
+    return state.tokens if most is None else state.tokens[: most + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +49,13 @@ class _Flight:
     samples: BoolArray  # which of the plan's rows draw a token
     states: list[RequestState]  # whose rows these are, in the plan's order
     starting: list[RequestState]  # those of `states` whose prompt ends in this step
+    num_decodes: int
+    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
+
+    def state(self, row: int) -> RequestState:
+        """Whose row of the plan this is."""
+        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class Scheduler:
@@ -63,6 +80,7 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}  # everything not finished
         self._num_arrived = 0
         self._num_admitted = 0
+        self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
         self._decoding: list[RequestState] = []
         self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
@@ -86,6 +104,11 @@ class Scheduler:
         return len(self._flights)
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """Whether some row of the newest step draws only when the host knows all tokens before it."""
+        return self._num_late > 0 and any(map(_waits_for_tokens, self._flights[-1].states))
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or is in flight."""
         return not self._states and not self._flights
@@ -99,6 +122,7 @@ class Scheduler:
             state = RequestState(request, arrival=self._num_arrived)
             assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
             self._num_arrived += 1
+            self._num_late += _waits_for_tokens(state)
             self._states[request.id] = state
             self._queue.add(state)
 
@@ -132,13 +156,15 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build()
-        drawing = [state for state in prefills if state.request.max_new_tokens]
+        drawing = [state for state in prefills if state.draws]
         self._flights.append(
             _Flight(
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
                 starting=drawing,
-                prompts_only=[state for state in prefills if not state.request.max_new_tokens],
+                num_decodes=num_decodes,
+                chunks=draft.chunks,
+                prompts_only=[state for state in prefills if not state.draws],
             )
         )
         self._settle(plan, decodes, prefills)
@@ -223,7 +249,7 @@ class Scheduler:
         if not state.is_ready or cache.num_available_columns <= headroom:
             return None
         state.load_tokens()
-        pages = cache.match(state.tokens.tobytes())
+        pages = cache.match(_reusable(state).tobytes())
         missing = cache.columns(len(state.tokens)) - pages.num_columns
         if missing > cache.num_available_columns - headroom:
             cache.release(pages)
@@ -263,8 +289,7 @@ class Scheduler:
         end = min(start + budget, len(state.tokens))
         is_last = end == len(state.tokens)
         chunk = np.array(state.tokens[start:end], dtype=np.int32)
-        samples = is_last and state.request.max_new_tokens > 0
-        draft.add_prefill(state.slot, start, chunk, samples=samples)
+        draft.add_prefill(state, start, chunk, samples=is_last and state.draws)
         self._rows.computed[state.slot] = end
         assert state.pages is not None
         self._cache.commit(state.pages, state.tokens, num_tokens=end)
@@ -300,7 +325,7 @@ class Scheduler:
     def take_in(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns what is due to be reported."""
         flight = self._flights.popleft()
-        outputs: list[Output] = []
+        outputs = self._take_in_extras(flight, result)
         drawn = result.token_ids[flight.samples].tolist()
         self._take_time(flight.starting)
         self.num_drawn += len(drawn)
@@ -323,7 +348,30 @@ class Scheduler:
             for state in starting:
                 state.first_token_seconds = state.first_token_seconds or seconds
 
+    def _take_in_extras(self, flight: _Flight, result: StepResult) -> list[Output]:
+        """Keep what rows were shown; the Outputs of those that failed."""
+        if result.logprobs is not None:
+            for place, state in enumerate(flight.states):
+                if state.extras is not None and state.extras.wants_logprobs:
+                    state.extras.show_logprobs(result.logprobs, place)
+        for row, position, logprobs in result.prompt_logprobs:
+            if (extras := flight.state(row).extras) is not None:
+                extras.show_prompt_logprobs(position, logprobs)
+        for row, position, hidden in result.hidden_states:
+            if (extras := flight.state(row).extras) is not None:
+                extras.show_hidden_states(position, hidden)
+        failed = [(flight.state(row), message) for row, message in result.failures]
+        return [
+            self._end(state, Finish("abort", message=message, status_code=500, error_type="internal"))
+            for state, message in failed
+            if state.finish is None
+        ]
+
     def _report(self, state: RequestState, token: int) -> Output:
+        if not state.request.max_new_tokens:  # drawn for its log-probability
+            assert state.extras is not None
+            state.extras.next_token = state.tokens.pop()
+            return self._end(state, Finish("length", length=0))
         if token in state.stop_ids:
             return self._end(state, Finish("stop", matched=token))
         if len(state.tokens) >= state.limit:
@@ -338,6 +386,7 @@ class Scheduler:
             self._vacate(state, Phase.FINISHED)
         state.phase = Phase.FINISHED
         del self._states[state.request.id]
+        self._num_late -= _waits_for_tokens(state)
         return state.report(finish)
 
     def _vacate(self, state: RequestState, phase: Phase) -> None:

@@ -128,6 +128,7 @@ class Client:
             cumulative=self._config.cumulative_stream,
             weight_version=self.weight_version,
             has_timings=self._config.enable_metrics,
+            token_text=None if self._tokenizer is None else self._tokenizer.token_text,
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
         requests = [dataclasses.replace(row.request, id=row.name) for row in rows]

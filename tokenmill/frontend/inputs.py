@@ -181,6 +181,7 @@ class InputReader:
                 f"{place}: stop needs a tokenizer, and this engine has none; use stop_token_ids instead"
             )
         stop_ids = self._stop_ids(params, place)
+        self._check_biases(params, place)
         if stream:
             interval = params.stream_interval or self._stream_interval
         else:
@@ -208,6 +209,15 @@ class InputReader:
                 f"{params.min_new_tokens} cannot be reached; lower it to 0"
             )
         return stop_ids
+
+    def _check_biases(self, params: SamplingParams, place: str) -> None:
+        vocab_size = self._facts.vocab_size
+        for token, _ in params.logit_bias:
+            if token >= vocab_size:
+                raise InvalidArgument(
+                    f"{place}: logit_bias has {token}, but the vocabulary has {vocab_size} ids "
+                    f"(0 to {vocab_size - 1})"
+                )
 
     # ── tokens ──
 
