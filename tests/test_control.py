@@ -82,6 +82,28 @@ def test_the_folder_of_traces_by_default(
     assert (tmp_path / "p-x-TP-0.trace.json.gz").exists()
 
 
+def test_one_engine_of_a_process_at_a_time(llm: sgl.Engine, tmp_path: Path) -> None:
+    """torch has one profiler; a second use of it would end the process."""
+    with sgl.Engine(device="cpu") as other:
+        other.start_profile(output_dir=tmp_path, profile_id="left", with_stack=False)
+        with pytest.raises(RuntimeError, match="another engine"):
+            llm.start_profile(output_dir=tmp_path, with_stack=False)
+        other.generate(PROMPT, SHORT)
+    # Nobody stopped it, but what it saw is not lost.
+    assert "aten::embedding" in names_in(tmp_path / "left-TP-0.trace.json.gz")
+    llm.start_profile(output_dir=tmp_path, with_stack=False)
+    llm.stop_profile()
+
+
+def test_a_folder_that_cannot_be_made(llm: sgl.Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    llm.start_profile(output_dir=tmp_path / "file" / "folder", with_stack=False)
+    with pytest.raises(RuntimeError, match="cannot be written to"):
+        llm.stop_profile()
+    llm.start_profile(output_dir=tmp_path, with_stack=False)
+    llm.stop_profile()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

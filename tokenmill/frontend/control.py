@@ -111,22 +111,23 @@ class Control:
     def update_weights_from_disk(self, model_path: Any, load_format: Any) -> tuple[bool, str, int]:
         """See `Engine.update_weights_from_disk`."""
         _check_load_format(load_format, ("auto", "safetensors"))
-        answer = self._client.call_core(
-            "update_weights_from_disk", model_path=_path("model_path", model_path)
-        )
-        return tuple(answer)
+        path = _path("model_path", model_path)
+        if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
+            path = str(Path(path).absolute())
+        success, message, num_paused = self._client.call_core("update_weights_from_disk", model_path=path)
+        return success, message, num_paused
 
     def update_weights_from_tensor(
         self, named_tensors: Any, load_format: Any, flush_cache: Any
     ) -> tuple[bool, str]:
         """See `Engine.update_weights_from_tensor`."""
         _check_load_format(load_format, ("auto",))
-        answer = self._client.call_core(
+        success, message = self._client.call_core(
             "update_weights_from_tensor",
             named_tensors=_named_tensors(named_tensors),
             flush_cache=check_flag("flush_cache", flush_cache),
         )
-        return tuple(answer)
+        return success, message
 
     def get_weights_by_name(self, name: Any, truncate_size: Any) -> list[Any] | None:
         """See `Engine.get_weights_by_name`."""

@@ -141,6 +141,7 @@ class LocalRunner:
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
+        self._profiler.close()
         self._in_flight.clear()
         self._launched = None
         del (
