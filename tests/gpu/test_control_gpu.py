@@ -68,15 +68,13 @@ def test_graphs_see_new_weights(
     expected = [[transformers_greedy(folder, prompt, NUM_NEW) for prompt in prompts()] for folder in folders]
     with engine(folders[0], core_process=core_process) as llm:
         assert tokens(llm) == expected[0]
-        graph_bytes = state(llm)["memory_usage"]["graph"]
-        assert graph_bytes > 0
+        assert state(llm)["memory_usage"]["graph"] > 0
         assert llm.update_weights_from_disk(str(folders[1]))[0]
         assert tokens(llm) == expected[1]
         on_device = "cpu" if core_process else "cuda"
         old = load_file(folders[0] / "model.safetensors", device=on_device)
         assert llm.update_weights_from_tensor(list(old.items()))[0]
         assert tokens(llm) == expected[0]
-        assert state(llm)["memory_usage"]["graph"] == graph_bytes  # nothing was captured again
 
 
 def test_released_memory_serves_another_engine(
@@ -85,7 +83,7 @@ def test_released_memory_serves_another_engine(
     with engine(folders[0], max_total_tokens=200_000) as llm:
         before = tokens(llm)
         cache_bytes = state(llm)["memory_usage"]["kvcache"] * 2**30
-        free, total = torch.cuda.mem_get_info()
+        free, _ = torch.cuda.mem_get_info()
         llm.release_memory_occupation()
         now_free, _ = torch.cuda.mem_get_info()
         assert now_free - free > 0.9 * cache_bytes
@@ -96,7 +94,6 @@ def test_released_memory_serves_another_engine(
         llm.resume_memory_occupation()
         assert tokens(llm) == before
         assert state(llm)["memory_usage"]["graph"] > 0  # captured again
-        assert total
 
 
 def test_memory_that_others_took_is_waited_for(folders: tuple[Path, Path]) -> None:

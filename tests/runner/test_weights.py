@@ -313,3 +313,22 @@ def test_release_and_resume_may_be_repeated(llm: sgl.Engine) -> None:
 def test_unknown_tags(llm: sgl.Engine) -> None:
     with pytest.raises(sgl.InvalidArgument, match=r"'gpu' .*known are 'weights', 'kv_cache', 'cuda_graph'"):
         llm.release_memory_occupation(["gpu"])
+
+
+def test_memory_that_is_not_there_can_be_asked_for_again(
+    llm: sgl.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tokens(llm)
+    llm.release_memory_occupation()
+
+    def fail(pool: object) -> None:
+        raise torch.OutOfMemoryError("somebody else has it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenmill.kvcache.pool.PagePool.allocate", fail)
+        with pytest.raises(sgl.WrongState, match="no memory to take kv_cache back on cpu: somebody else"):
+            llm.resume_memory_occupation()
+    with pytest.raises(sgl.WrongState, match="kv_cache"):
+        llm.generate("hello")
+    llm.resume_memory_occupation()
+    assert tokens(llm) == before

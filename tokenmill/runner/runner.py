@@ -201,16 +201,23 @@ class LocalRunner:
 
     def _resume_memory(self, *, tag: str) -> None:
         """Take back what one tag names; graphs wait for `_reopen_graphs`."""
+        problem = self._take_back(tag)
+        if problem is not None:
+            raise WrongState(
+                f"there is no memory to take {tag} back on {self._device}: {problem}; free the device and call "
+                "resume_memory_occupation() again"
+            )
+
+    def _take_back(self, tag: str) -> str | None:
+        """Why it cannot be done; nobody keeps the error itself, whose frames hold what was taken so far."""
         try:
             if tag == "kv_cache":
                 self._executor.restore_pool()
             elif tag == "weights":
                 self._weights.restore()
         except torch.OutOfMemoryError as error:
-            raise WrongState(
-                f"there is no memory to take {tag} back on {self._device}: {error}; free the device and call "
-                "resume_memory_occupation() again"
-            ) from None
+            return str(error)
+        return None
 
     def _reopen_graphs(self) -> None:
         """Everything is where it will stay; steps may be captured again."""
