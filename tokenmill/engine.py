@@ -24,6 +24,8 @@ from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.tokenizer import Tokenizer
 from tokenmill.sampling_params import check_flag, check_text
 
+OnError = Literal["return", "raise"]
+
 
 class Engine:
     """A loaded model that answers prompts, with the API of SGLang's offline engine.
@@ -206,9 +208,12 @@ class Engine:
         """Figures in Prometheus' text format. Raises `InvalidArgument` without `enable_metrics=True`."""
         return self._control.metrics_text()
 
-    def flush_cache(self) -> FlushResult:
-        """Empty the prefix cache. `.success` is False, with a `.message`, while requests are in flight."""
-        return self._control.flush_cache()
+    def flush_cache(self, *, on_error: OnError = "return") -> FlushResult:
+        """Empty the prefix cache. `.success` is False, with a `.message`, while requests are in flight.
+
+        With `on_error="raise"` that is a `WrongState` (a RuntimeError).
+        """
+        return self._control.flush_cache(on_error)
 
     def freeze_gc(self) -> None:
         """Collect garbage, then keep the collector from ever looking again at what is alive now.
@@ -238,15 +243,21 @@ class Engine:
     # ── weights and memory ────────────────────────────────────────────────────────────────────
 
     def update_weights_from_disk(
-        self, model_path: str, load_format: str | None = None, *, weight_version: str | None = None
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        weight_version: str | None = None,
+        on_error: OnError = "return",
     ) -> tuple[bool, str, int]:
         """Load the weights of another checkpoint of the same model, in place.
 
         Waits until all requests submitted before have finished; later ones wait and use the new weights. The
         prefix cache is emptied. Returns (success, message, number of paused requests). Where the checkpoint
-        does not fit, success is False and the old weights stay. `weight_version` is what later results say.
+        does not fit, success is False and the old weights stay; with `on_error="raise"` it is an
+        `InvalidArgument`. `weight_version` is what later results say.
         """
-        answer = self._control.update_weights_from_disk(model_path, load_format)
+        answer = self._control.update_weights_from_disk(model_path, load_format, on_error)
         if answer[0]:
             self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path))
             self._set_weight_version(weight_version)
@@ -259,13 +270,14 @@ class Engine:
         flush_cache: bool = True,
         *,
         weight_version: str | None = None,
+        on_error: OnError = "return",
     ) -> tuple[bool, str]:
         """Replace some weights in place, given as (name in checkpoints, tensor) pairs or as a dict.
 
         Otherwise as `update_weights_from_disk`. With `flush_cache=False` prefixes computed with the old
         weights stay in use. Returns (success, message).
         """
-        answer = self._control.update_weights_from_tensor(named_tensors, load_format, flush_cache)
+        answer = self._control.update_weights_from_tensor(named_tensors, load_format, flush_cache, on_error)
         if answer[0]:
             self._set_weight_version(weight_version)
         return answer

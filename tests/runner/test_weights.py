@@ -228,6 +228,22 @@ def test_tensors_must_be_pairs(llm: sgl.Engine, value: Any) -> None:
         llm.update_weights_from_tensor(value)
 
 
+def test_failures_can_be_raised(llm: sgl.Engine, tmp_path: Path) -> None:
+    with pytest.raises(sgl.InvalidArgument, match="nowhere"):
+        llm.update_weights_from_disk(str(tmp_path / "nowhere"), on_error="raise")
+    with pytest.raises(sgl.InvalidArgument, match=r"no\.such"):
+        llm.update_weights_from_tensor([("no.such", torch.zeros(1))], on_error="raise")
+    assert llm.flush_cache(on_error="raise")
+    stream = llm.generate(input_ids=[1], sampling_params=GREEDY | {"max_new_tokens": 200}, stream=True)
+    llm.pause_generation("in_place")
+    with pytest.raises(sgl.WrongState, match="1 requests are waiting or running"):
+        llm.flush_cache(on_error="raise")
+    stream.close()
+    llm.continue_generation()
+    with pytest.raises(sgl.InvalidArgument, match="'return' or 'raise'"):
+        llm.flush_cache(on_error="ignore")  # type: ignore[arg-type]
+
+
 def test_unknown_load_formats(llm: sgl.Engine) -> None:
     with pytest.raises(sgl.InvalidArgument, match="load_format"):
         llm.update_weights_from_tensor([], load_format="flattened_bucket")

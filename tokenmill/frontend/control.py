@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongState, WrongType, did_you_mean
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.sampling_params import check_flag, check_text, check_whole, show
 
@@ -57,9 +57,12 @@ class Control:
 
     # ── cache, pauses, garbage ────────────────────────────────────────────────────────────────
 
-    def flush_cache(self) -> FlushResult:
+    def flush_cache(self, on_error: Any) -> FlushResult:
         """See `Engine.flush_cache`."""
+        raises = _raises(on_error)
         success, message = self._client.call_core("flush_cache")
+        if raises and not success:
+            raise WrongState(message)
         return FlushResult(success, message)
 
     def pause_generation(self, mode: Any) -> None:
@@ -108,25 +111,33 @@ class Control:
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────
 
-    def update_weights_from_disk(self, model_path: Any, load_format: Any) -> tuple[bool, str, int]:
+    def update_weights_from_disk(
+        self, model_path: Any, load_format: Any, on_error: Any
+    ) -> tuple[bool, str, int]:
         """See `Engine.update_weights_from_disk`."""
+        raises = _raises(on_error)
         _check_load_format(load_format, ("auto", "safetensors"))
         path = _path("model_path", model_path)
         if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
             path = str(Path(path).absolute())
         success, message, num_paused = self._client.call_core("update_weights_from_disk", model_path=path)
+        if raises and not success:
+            raise InvalidArgument(message)
         return success, message, num_paused
 
     def update_weights_from_tensor(
-        self, named_tensors: Any, load_format: Any, flush_cache: Any
+        self, named_tensors: Any, load_format: Any, flush_cache: Any, on_error: Any
     ) -> tuple[bool, str]:
         """See `Engine.update_weights_from_tensor`."""
+        raises = _raises(on_error)
         _check_load_format(load_format, ("auto",))
         success, message = self._client.call_core(
             "update_weights_from_tensor",
             named_tensors=_named_tensors(named_tensors),
             flush_cache=check_flag("flush_cache", flush_cache),
         )
+        if raises and not success:
+            raise InvalidArgument(message)
         return success, message
 
     def get_weights_by_name(self, name: Any, truncate_size: Any) -> list[Any] | None:
@@ -161,6 +172,13 @@ class Control:
         if metrics is None:
             raise InvalidArgument("there are no metrics: make the engine with enable_metrics=True")
         return metrics.text(self.state())
+
+
+def _raises(on_error: Any) -> bool:
+    """Whether what did not work is raised, instead of told in the answer."""
+    if on_error not in ("return", "raise"):
+        raise InvalidArgument(f"on_error must be 'return' or 'raise', got {show(on_error)}")
+    return bool(on_error == "raise")
 
 
 def _profile_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,8 +204,8 @@ class LocalRunner:
         problem = self._take_back(tag)
         if problem is not None:
             raise WrongState(
-                f"there is no memory to take {tag} back on {self._device}: {problem}; free the device and call "
-                "resume_memory_occupation() again"
+                f"there is no memory to take {tag} back on {self._device}: {problem}; free the device and "
+                "call resume_memory_occupation() again"
             )
 
     def _take_back(self, tag: str) -> str | None:
