@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,15 @@ def test_a_pause_that_aborts(core: CoreThread, answers: Answers) -> None:
     assert core.call("load") == {"running": 0, "waiting": 1}
     core.call("continue_generation")
     answers.wait_finished("b")
+
+
+def test_time_runs_during_a_pause(core: CoreThread, answers: Answers) -> None:
+    core.call("pause_generation", mode="in_place")
+    core.submit([replace(request("late"), timeout_seconds=0.02), request("patient")])
+    answers.wait_finished("late")
+    assert answers.finished == {"late": "abort"}
+    core.call("continue_generation")
+    answers.wait_finished("patient")
 
 
 def test_the_core_can_be_closed_while_it_is_paused(core: CoreThread, answers: Answers) -> None:

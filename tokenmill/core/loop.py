@@ -5,7 +5,9 @@ Runs the same in a thread or in a process (`launch.py`); only this thread touche
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.core.control import Control
+from tokenmill.core.deadlines import Clock, Deadlines
 from tokenmill.core.policy import create_policy
+from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Output, Request, Runner, Sink
@@ -55,7 +59,14 @@ class Loop:
     """Turns messages into steps and steps into Outputs until a `Close` comes or an error ends it."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, cache: Cache, *, inbox: Inbox, deliver: Sink
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        cache: Cache,
+        *,
+        inbox: Inbox,
+        deliver: Sink,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -64,6 +75,7 @@ class Loop:
         self._control = Control(runner, scheduler, cache, deliver=deliver)
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
+        self._deadlines = Deadlines(clock)
         self._closing = False
 
     @property
@@ -74,6 +86,8 @@ class Loop:
         """Returns after `Close`; requests that are still alive then are reported as aborted."""
         while not self._closing:
             self._drain()
+            if self._deadlines:
+                self._send(self._scheduler.time_out(self._deadlines.pop_due()))
             if not (self._scheduler.idle or self._control.stands_still):
                 self._turn()
                 self._control.stepped()
@@ -98,10 +112,11 @@ class Loop:
         self._send(self._scheduler.take_in(self._runner.collect()))
 
     def _drain(self) -> None:
-        """Handle every waiting message; with nothing to do, sleep until one comes."""
+        """Handle every waiting message; with nothing to do, sleep until one comes or a deadline is there."""
         self._let_go()
         if (self._scheduler.idle or self._control.stands_still) and not self._closing:
-            self._handle(self._inbox.get())
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._inbox.get(timeout=self._deadlines.seconds_left()))
         while not self._closing:
             try:
                 message = self._inbox.get_nowait()
@@ -114,7 +129,8 @@ class Loop:
             case Submit() | Call() if self._must_wait(message):
                 self._held.append(message)
             case Submit(requests):
-                self._scheduler.submit(requests)
+                self._deadlines.add(requests)
+                self._send(self._scheduler.submit(requests))
             case Cancel(request_ids):
                 self._send(self._scheduler.cancel(request_ids))
                 if self._held:  # it may be meant for requests among them
@@ -163,6 +179,12 @@ def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sin
         max_rows=facts.max_running_requests,
         max_step_tokens=facts.max_step_tokens,
         max_sequence_tokens=facts.max_sequence_tokens,
+        max_queued=config.max_queued_requests,
     )
-    scheduler = Scheduler(limits, cache=cache, policy=create_policy(config.schedule_policy, cache))
+    scheduler = Scheduler(
+        limits,
+        cache=cache,
+        policy=create_policy(config.schedule_policy, cache),
+        priorities=Priorities.of(config),
+    )
     return Loop(mill, scheduler, cache, inbox=inbox, deliver=deliver)

@@ -62,11 +62,13 @@ class RequestState:
         "submitted_seconds",
         "tokens",
         "total",
+        "urgency",
     )
 
-    def __init__(self, request: Request, *, arrival: int) -> None:
+    def __init__(self, request: Request, *, arrival: int, urgency: int = 0) -> None:
         self.request = request
         self.arrival = arrival
+        self.urgency = urgency  # the larger, the sooner; equal for all while priorities are off
         self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
         self.phase = Phase.WAITING
         self.num_prompt = len(request.prompt_ids)
@@ -99,6 +101,12 @@ class RequestState:
         """Whether a token is drawn after the prompt, even if only to tell its log-probability."""
         return self.request.max_new_tokens > 0 or self.request.logprobs is not None
 
+    @property
+    def reusable_tokens(self) -> array[int]:
+        """The known tokens whose keys and values may come from the cache, and one to compute."""
+        most = None if self.extras is None else self.extras.most_cached
+        return self.tokens if most is None else self.tokens[: most + 1]
+
     def load_tokens(self) -> None:
         """Fill `tokens` from the prompt, if this is the first admission."""
         if not self.tokens:
@@ -129,6 +137,14 @@ class RequestState:
         interval = self.request.report_interval
         due = self.num_prompt + self.num_reported + interval
         self.report_at = min(due, self.limit) if interval else self.limit
+
+
+def note_first_tokens(states: list[RequestState]) -> None:
+    """Remember when requests got their first token; one that was preempted keeps its first time."""
+    if states:
+        seconds = time.perf_counter()
+        for state in states:
+            state.first_token_seconds = state.first_token_seconds or seconds
 
 
 class Rows:

@@ -28,6 +28,7 @@ from tokenmill.errors import (
 from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, result_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
+from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
 from tokenmill.metrics import Metrics
 
@@ -47,12 +48,19 @@ class Call:
     """
 
     def __init__(
-        self, rows: Sequence[Row], requests: Sequence[Request], *, shape: Shape, streams: bool
+        self,
+        rows: Sequence[Row],
+        requests: Sequence[Request],
+        *,
+        shape: Shape,
+        streams: bool,
+        session: Continuation = NO_SESSION,
     ) -> None:
         self.rows = rows
         self.requests = requests  # as the core gets them
         self.shape = shape
         self.streams = streams
+        self.session = session
         self.num_unfinished = len(rows)
         self._lock = threading.Lock()
         self._arrived: list[tuple[Row, Arrival]] = []
@@ -132,7 +140,7 @@ class Client:
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
         requests = [dataclasses.replace(row.request, id=row.name) for row in rows]
-        return Call(rows, requests, shape=shape, streams=stream)
+        return Call(rows, requests, shape=shape, streams=stream, session=job.session)
 
     def run(self, call: Call) -> dict[str, Any] | ResultList:
         """Run a call and wait for its results. Raises as `submit` and `advance` do."""
@@ -203,6 +211,7 @@ class Client:
             if not call.streams:
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
+            call.session.finish(row)
             if arrival.output.finish is None:
                 self._cancel([row.name])
         return Advance(
@@ -237,7 +246,7 @@ class Client:
     # ── to the core ───────────────────────────────────────────────────────────────────────────
 
     def submit(self, call: Call) -> None:
-        """Start a call. Raises `InvalidArgument` for an id in flight, `EngineDead`, `EngineClosed`."""
+        """Start a call. Raises `InvalidArgument` (id taken, session full), `EngineDead`, `EngineClosed`."""
         with self._lock:
             self._raise_if_ended()
             self._raise_if_released()
@@ -253,13 +262,17 @@ class Client:
             for row in call.rows:
                 observer.received(row)
         try:
+            # Outside the lock: a session's own lock is never waited for while this one is held.
+            obsolete = call.session.start(call.rows)
             self._core.submit(call.requests)
         except BaseException:
             self.drop(call)
             raise
+        self._core_cancel(obsolete)
 
     def drop(self, call: Call) -> None:
         """Nobody waits for this call any more: cancel what is left of it."""
+        call.session.drop()
         self._cancel([row.name for row in call.rows])
 
     def abort(self, request_id: str, *, every: bool) -> None:
