@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ import pytest
 
 from tokenmill.config import EngineConfig
 from tokenmill.core.launch import CoreThread
+from tokenmill.core.priority import Priorities
 from tokenmill.errors import InvalidArgument, WrongState
 from tokenmill.messages import EngineFacts, Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
@@ -409,3 +411,49 @@ def test_a_request_that_never_ran_has_no_further_times(
     answers.wait_finished("a")
     assert answers.times["a"].admitted is None
     assert answers.times["a"].first_token is None
+
+
+# ── retracting everything ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("priorities", [Priorities(), Priorities(enabled=True, threshold=2)])
+def test_retracting_everything_now_and_then_changes_no_token(
+    harness: Callable[..., Any],
+    make_request: Callable[..., Request],
+    alone: Callable[[Request], Any],
+    depth: int,
+    prefix_caching: bool,
+    priorities: Priorities,
+) -> None:
+    rng = random.Random(depth)
+    for _ in range(10):
+        rig = harness(
+            depth=depth,
+            prefix_caching=prefix_caching,
+            num_pages=24,
+            max_step_tokens=16,
+            priorities=priorities,
+        )
+        requests = [
+            make_request(
+                str(number),
+                rng.choices(range(5), k=rng.randint(1, 30)),
+                rng.randint(1, 20),
+                seed=number,
+                priority=rng.randint(0, 5) if priorities.enabled else None,
+            )
+            for number in range(12)
+        ]
+        rig.scheduler.submit(requests)
+        while not rig.scheduler.idle:
+            rig.step()
+            if rng.random() < 0.2:
+                while rig.scheduler.num_in_flight:
+                    rig.take_in()
+                rig.scheduler.retract_all()
+                rig.scheduler.check_invariants()
+                assert rig.scheduler.num_running == 0
+        for request in requests:
+            assert (rig.tokens(request.id), rig.last(request.id).finish) == alone(request)
