@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill.core.deadlines import timed_out
+from tokenmill.core.extras import logprob_rows
 from tokenmill.core.plan import PlanDraft
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
@@ -407,9 +408,9 @@ class Scheduler:
     def _take_in_extras(self, flight: _Flight, result: StepResult) -> list[Output]:
         """Keep what rows were shown; the Outputs of those that failed."""
         if result.logprobs is not None:
-            for place, state in enumerate(flight.states):
+            for state, shown in zip(flight.states, logprob_rows(result.logprobs), strict=True):
                 if state.extras is not None and state.extras.wants_logprobs:
-                    state.extras.show_logprobs(result.logprobs, place)
+                    state.extras.show_logprobs(shown)
         for row, position, logprobs in result.prompt_logprobs:
             if (extras := flight.state(row).extras) is not None:
                 extras.show_prompt_logprobs(position, logprobs)

@@ -210,6 +210,7 @@ class Client:
                 observer.finished(row)
             if not call.streams:
                 _raise_if_failed(row, row.finish)
+                row.all_shown(call.shape)
             call.num_unfinished -= 1
             call.session.finish(row)
             if arrival.output.finish is None:
