@@ -179,7 +179,8 @@ _count = partial(check_whole, minimum=1, maximum=2**31 - 1)
 
 _FLAGS = (
     "skip_tokenizer_init trust_remote_code core_process disable_radix_cache disable_cuda_graph"
-    " cumulative_stream show_progress enable_priority_scheduling schedule_low_priority_values_first"
+    " cumulative_stream show_progress log_requests enable_metrics"
+    " enable_priority_scheduling schedule_low_priority_values_first"
     " disable_priority_preemption abort_on_priority_when_disabled"
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
@@ -206,6 +207,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "steps_in_flight": partial(check_whole, minimum=1, maximum=64),
     "preferred_sampling_params": _preferred_sampling_params,
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
+    "log_requests_level": partial(check_whole, minimum=0, maximum=3),
     "log_level": partial(_choice, synonyms=LOG_LEVELS),
 }
 

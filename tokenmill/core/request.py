@@ -6,13 +6,14 @@ Who moves a request from one phase to the next is the scheduler; here is only wh
 from __future__ import annotations
 
 import enum
+import time
 from array import array
 
 import numpy as np
 
 from tokenmill.core.extras import request_extras
 from tokenmill.kvcache import RowPages
-from tokenmill.messages import Finish, IntArray, Output, Request
+from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
 
 # Slot of a request that is in no row, age of one that never was in any.
 NO_SLOT = -1
@@ -41,11 +42,13 @@ class RequestState:
     """
 
     __slots__ = (
+        "admitted_seconds",
         "age",
         "arrival",
         "cached_tokens",
         "extras",
         "finish",
+        "first_token_seconds",
         "limit",
         "num_prompt",
         "num_reported",
@@ -56,6 +59,7 @@ class RequestState:
         "request",
         "slot",
         "stop_ids",
+        "submitted_seconds",
         "tokens",
         "total",
         "urgency",
@@ -80,6 +84,10 @@ class RequestState:
         self.num_retractions = 0
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
+        # See `RequestTimes`.
+        self.submitted_seconds = time.perf_counter()
+        self.admitted_seconds: float | None = None
+        self.first_token_seconds: float | None = None
         self.extras = request_extras(request, self.tokens)
         self._set_report()
 
@@ -106,6 +114,7 @@ class RequestState:
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""
+        times = None if self.num_reported else self._times()
         first = self.num_prompt + self.num_reported
         token_ids = self.tokens[first:].tolist()
         self.num_reported += len(token_ids)
@@ -117,14 +126,26 @@ class RequestState:
             finish=finish,
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
+            times=times,
             insight=None if self.extras is None else self.extras.insight(is_last=finish is not None),
         )
+
+    def _times(self) -> RequestTimes:
+        return RequestTimes(self.submitted_seconds, self.admitted_seconds, self.first_token_seconds)
 
     def _set_report(self) -> None:
         interval = self.request.report_interval
         # The first token is reported at once.
         due = self.num_prompt + self.num_reported + (interval if self.num_reported else 1)
         self.report_at = min(due, self.limit) if interval else self.limit
+
+
+def note_first_tokens(states: list[RequestState]) -> None:
+    """Remember when requests got their first token; one that was preempted keeps its first time."""
+    if states:
+        seconds = time.perf_counter()
+        for state in states:
+            state.first_token_seconds = state.first_token_seconds or seconds
 
 
 class Rows:

@@ -6,6 +6,7 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tokenmill.core.extras import logprob_rows
 from tokenmill.core.plan import PlanDraft
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
-from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
+from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows, note_first_tokens
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
 
@@ -44,6 +45,7 @@ class _Flight:
 
     samples: BoolArray  # which of the plan's rows draw a token
     states: list[RequestState]  # whose rows these are, in the plan's order
+    starting: list[RequestState]  # those of `states` whose prompt ends in this step
     num_decodes: int
     chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
@@ -90,6 +92,7 @@ class Scheduler:
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
         self._prefilling: list[RequestState] = []  # at most one between steps
         self._flights: deque[_Flight] = deque()
+        self.num_drawn = 0  # tokens taken in since the start
 
     @property
     def num_waiting(self) -> int:
@@ -172,6 +175,13 @@ class Scheduler:
         """End every request at once, saying why. Steps in flight stay in flight."""
         return self._abort(list(self._states.values()), message)
 
+    def retract_all(self) -> None:
+        """Preempt everything that runs; no step may be in flight. It is computed anew when it comes back."""
+        assert not self._flights
+        self._refresh_decoding()
+        for state in [*self._prefilling, *reversed(self._decoding)]:
+            self._retract(state)
+
     def _abort(self, states: Iterable[RequestState], message: str) -> list[Output]:
         return [self._end(state, Finish("abort", message=message)) for state in states]
 
@@ -193,6 +203,7 @@ class Scheduler:
             _Flight(
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
+                starting=drawing,
                 num_decodes=num_decodes,
                 chunks=draft.chunks,
                 prompts_only=[state for state in prefills if not state.draws],
@@ -314,6 +325,7 @@ class Scheduler:
         """Give a slot to a request that has pages."""
         if state.age == NEVER_ADMITTED:
             state.age = self._num_admitted
+            state.admitted_seconds = time.perf_counter()
             self._num_admitted += 1
         state.pages = pages
         state.phase = Phase.PREFILL
@@ -379,6 +391,8 @@ class Scheduler:
         flight = self._flights.popleft()
         outputs = self._take_in_extras(flight, result)
         drawn = result.token_ids[flight.samples].tolist()
+        note_first_tokens(flight.starting)
+        self.num_drawn += len(drawn)
         for state, token in zip(flight.states, drawn, strict=True):
             if state.finish is not None:
                 continue
