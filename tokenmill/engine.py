@@ -23,6 +23,7 @@ from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.prompt_lint import PromptLint
+from tokenmill.frontend.scoring import ScoreOptions, ScoreResult, Scoring
 from tokenmill.frontend.sessions import Sessions
 from tokenmill.frontend.tokenizer import Tokenizer
 from tokenmill.sampling_params import check_flag, check_text
@@ -60,6 +61,7 @@ class Engine:
             random_seed=self.config.random_seed,
             stream_interval=self.config.stream_interval,
         )
+        self._scoring = Scoring(self._client, self._reader, self._tokenizer)
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
@@ -160,6 +162,31 @@ class Engine:
     def continue_generation(self) -> None:
         """Go on after `pause_generation`."""
         self._control.continue_generation()
+
+    # ── scoring ───────────────────────────────────────────────────────────────────────────────
+
+    def score(
+        self,
+        query: Any = None,
+        items: Any = None,
+        label_token_ids: Any = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """How likely each label token comes right after the query with each item.
+
+        `query` and `items` are texts, or rows of token ids: an item follows the query, or precedes it with
+        `item_first`. `result.scores[i][j]` is the probability of `label_token_ids[j]` after item `i`; with
+        `apply_softmax` the labels of an item share all of it. `temperature` (1.0) divides the logits first.
+
+        Raises `InvalidArgument` (a ValueError), `RequestFailed`, `EngineDead`, or `EngineClosed`.
+        """
+        return self._scoring.run(query, items, label_token_ids, apply_softmax, item_first, **options)
+
+    async def async_score(self, *arguments: Any, **options: Any) -> ScoreResult:
+        """As `score`, with the same arguments, without blocking the event loop."""
+        return await self._scoring.run_async(*arguments, **options)
 
     # ── conversations ─────────────────────────────────────────────────────────────────────────
 

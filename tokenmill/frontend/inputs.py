@@ -253,7 +253,7 @@ class InputReader:
 
     def _check_ids(self, prompts: _Prompts) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
-        return [_token_ids(row, prompts.place(i), vocab_size) for i, row in enumerate(prompts.id_rows)]
+        return [token_ids(row, prompts.place(i), vocab_size) for i, row in enumerate(prompts.id_rows)]
 
     # ── lengths ──
 
@@ -323,7 +323,8 @@ def _read_prompts(prompt: Any, input_ids: Any, source: str) -> _Prompts:
         return _Prompts(source, (), rows, single)
     single = isinstance(prompt, str)
     texts = [str(prompt)] if isinstance(prompt, str) else _read_texts(prompt)
-    _check_encodable(texts, single=single)
+    for index, text in enumerate(texts):
+        check_encodable(text, "prompt" if single else f"prompt[{index}]")
     if input_ids is None:
         return _Prompts("prompt", texts, (), single)
     rows, is_flat = _read_id_rows(input_ids)
@@ -345,17 +346,16 @@ def _read_texts(prompt: Any) -> list[str]:
     return [str(item) for item in items]
 
 
-def _check_encodable(texts: Sequence[str], *, single: bool) -> None:
-    for index, text in enumerate(texts):
-        if text.isascii():
-            continue
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            place = "prompt" if single else f"prompt[{index}]"
-            raise InvalidArgument(
-                f"{place} has half a surrogate pair at character {error.start}, which is no text; remove it"
-            ) from None
+def check_encodable(text: str, place: str) -> None:
+    """Raise for what is a Python string, but no text. `place` is what the message calls it."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{place} has half a surrogate pair at character {error.start}, which is no text; remove it"
+        ) from None
 
 
 def _is_row(value: Any) -> bool:
@@ -386,7 +386,7 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
     return rows, is_flat
 
 
-def _token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
+def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
     """One row of ids as a new int32 array [tokens], every id checked against the vocabulary."""
     if isinstance(row, np.ndarray) and row.dtype != object:
         return _checked_array(row, place, vocab_size)
