@@ -108,12 +108,18 @@ def check_logprobs(folder: Path, prompt: list[int], start: int, result: dict[str
             assert [value for value, _, _ in given] == pytest.approx(row[[5, 299, 5]].tolist(), abs=1e-4)
 
 
-def test_output_logprobs_follow_temperature_and_changes_of_the_logits(llm: sgl.Engine, folder: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True])
+def test_output_logprobs_follow_temperature_and_changes_of_the_logits(folder: Path, ignored: bool) -> None:
+    """At the temperature of the draw, or as if that were 1; penalties and biases count in either case."""
     prompt = PROMPTS[0]
     params = {"temperature": 0.7, "top_k": 4, "max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3}
     params |= {"logit_bias": {"11": 2.5, "70": -1.0}, "presence_penalty": 1.5}
-    result = llm.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+    with sgl.Engine(
+        model_path=str(folder), device="cpu", dtype="float32", logprobs_ignore_temperature=ignored
+    ) as engine:
+        result = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
     output = result["output_ids"]
+    temperature = 1.0 if ignored else 0.7
     logits, _ = reference(folder, prompt + output)
     for place, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"]):
         changed = logits[len(prompt) + place - 1].clone()
@@ -121,7 +127,7 @@ def test_output_logprobs_follow_temperature_and_changes_of_the_logits(llm: sgl.E
         changed[11] += 2.5
         changed[70] -= 1.0
         assert token == output[place]
-        assert value == pytest.approx(float((changed / 0.7).log_softmax(-1)[token]), abs=1e-4)
+        assert value == pytest.approx(float((changed / temperature).log_softmax(-1)[token]), abs=1e-4)
 
 
 def test_a_prompt_can_be_scored_without_an_output(llm: sgl.Engine, folder: Path) -> None:

@@ -143,6 +143,14 @@ def test_defaults_of_the_engine_change_no_score(folder: Path) -> None:
     np.testing.assert_allclose(result.scores, expected(folder, [[*QUERY, 7]], LABELS), atol=1e-4)
 
 
+def test_an_engine_without_temperatures_scores_without_one(folder: Path) -> None:
+    with sgl.Engine(model_path=str(folder), device="cpu", logprobs_ignore_temperature=True) as engine:
+        wanted = expected(folder, [[*QUERY, 7]], LABELS)
+        np.testing.assert_allclose(engine.score(QUERY, [[7]], LABELS).scores, wanted, atol=1e-4)
+        with pytest.raises(sgl.InvalidArgument, match=r"temperature is 2\.0, but .* leave temperature at 1"):
+            engine.score(QUERY, [[7]], LABELS, temperature=2.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

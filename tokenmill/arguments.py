@@ -179,7 +179,7 @@ _count = partial(check_whole, minimum=1, maximum=2**31 - 1)
 
 _FLAGS = (
     "skip_tokenizer_init trust_remote_code core_process disable_radix_cache disable_cuda_graph"
-    " cumulative_stream show_progress log_requests enable_metrics"
+    " logprobs_ignore_temperature cumulative_stream show_progress log_requests enable_metrics"
     " enable_priority_scheduling schedule_low_priority_values_first"
     " disable_priority_preemption abort_on_priority_when_disabled"
 )

@@ -80,6 +80,9 @@ class EngineConfig:
         None, "sampling parameters used where a request sets none"
     )
     random_seed: int | None = _arg(None, "seed from which requests without one draw theirs")
+    logprobs_ignore_temperature: bool = _arg(
+        False, "tell the log-probabilities of outputs at temperature 1, whatever they were drawn with"
+    )
     cumulative_stream: bool = _arg(False, "stream chunks repeat the whole text so far")
     stream_interval: int = _arg(1, "tokens between two chunks of a stream")
 

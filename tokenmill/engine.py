@@ -61,7 +61,7 @@ class Engine:
             random_seed=self.config.random_seed,
             stream_interval=self.config.stream_interval,
         )
-        self._scoring = Scoring(self._client, self._reader, self._tokenizer)
+        self._scoring = Scoring(self.config, self._client, self._reader, self._tokenizer)
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)

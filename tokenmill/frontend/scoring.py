@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, request_error
 from tokenmill.frontend.inputs import InputReader, check_encodable, token_ids
 from tokenmill.messages import EngineFacts, IntArray
@@ -58,7 +59,10 @@ class _Asked:
 class Scoring:
     """Scores items with one engine. Thread-safe."""
 
-    def __init__(self, client: Client, reader: InputReader, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, client: Client, reader: InputReader, tokenizer: Tokenizer | None
+    ) -> None:
+        self._config = config
         self._client = client
         self._reader = reader
         self._tokenizer = tokenizer
@@ -83,6 +87,11 @@ class Scoring:
         **options: Any,
     ) -> _Asked:
         temperature = _temperature(options)
+        if self._config.logprobs_ignore_temperature and temperature != 1:
+            raise InvalidArgument(
+                f"temperature is {temperature}, but this engine was made with "
+                "logprobs_ignore_temperature=True; leave temperature at 1.0"
+            )
         labels = _labels(label_token_ids, self._client.facts)
         softmax = check_flag("apply_softmax", apply_softmax)
         rows = self._rows(query, items, item_first=check_flag("item_first", item_first))

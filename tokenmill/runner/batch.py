@@ -58,6 +58,7 @@ class Rows:
         vocab_size: int,
         device: torch.device,
         sharing: SharingCosts | None = None,
+        logprobs_ignore_temperature: bool = False,
     ) -> None:
         self.device = device
         self.page_size = page_size
@@ -75,7 +76,12 @@ class Rows:
             min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
             seed_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
-        self.extras = Extras(num_slots=num_slots, vocab_size=vocab_size, device=device)
+        self.extras = Extras(
+            num_slots=num_slots,
+            vocab_size=vocab_size,
+            device=device,
+            logprobs_ignore_temperature=logprobs_ignore_temperature,
+        )
         # The host's copy of one group's tables: what rows share in one they share in all.
         self._pages_SC = np.full((num_slots, num_columns), spare_page, dtype=np.int32)
         self._forest = None

@@ -12,7 +12,7 @@ import torch
 
 from tokenmill.runner.batch import Rows
 from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample
-from tokenmill.sampling.logprobs import TokenLogprobs, effective_temperatures, token_logprobs
+from tokenmill.sampling.logprobs import TokenLogprobs, token_logprobs
 
 
 class Changes:
@@ -67,7 +67,7 @@ def draw_tokens(
     if needs.num_top is not None:
         logprobs = token_logprobs(
             logits_QV,
-            effective_temperatures(columns.temperatures_R, columns.top_ks_R),
+            rows.extras.logprob_temperatures(columns),
             tokens_Q,
             rows.extras.given_ids(slots_Q, needs),
             num_top=needs.num_top,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from tokenmill.messages import IntArray, RowExtras, RowStarts
-from tokenmill.sampling import Adjustments, SamplingNeeds
+from tokenmill.sampling import Adjustments, SamplingColumns, SamplingNeeds
+from tokenmill.sampling.logprobs import effective_temperatures
 
 _NO_LOGPROBS = -1
 _NO_PENALTIES = (0.0, 0.0, 1.0)
@@ -23,9 +24,17 @@ _FEW_TOP = 8
 class Extras:
     """The extras of all slots; a slot without any costs a step nothing."""
 
-    def __init__(self, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_ignore_temperature: bool = False,
+    ) -> None:
         self.adjustments = Adjustments(num_slots=num_slots, vocab_size=vocab_size, device=device)
         self._device = device
+        self._logprobs_ignore_temperature = logprobs_ignore_temperature
         self._of_slot: dict[int, RowExtras] = {}
         self._is_penalized_S = np.zeros(num_slots, dtype=np.bool_)
         self._is_biased_S = np.zeros(num_slots, dtype=np.bool_)
@@ -75,6 +84,12 @@ class Extras:
             num_top=None if num_top == _NO_LOGPROBS else _num_top(num_top),
             num_given=self._given_ids_SI.shape[1] if self._num_given_S[slots].any() else 0,
         )
+
+    def logprob_temperatures(self, columns: SamplingColumns) -> torch.Tensor:
+        """The temperatures under which these rows' log-probabilities are told, float32 [R]."""
+        if self._logprobs_ignore_temperature:
+            return torch.ones_like(columns.temperatures_R)
+        return effective_temperatures(columns.temperatures_R, columns.top_ks_R)
 
     def given_ids(self, slots_R: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
         """The ids of which these rows want the log-probabilities, int64 [R, I]."""

@@ -86,6 +86,7 @@ class LocalRunner:
                 vocab_size=spec.vocab_size,
                 device=placement.device,
                 sharing=self._executor.sharing,
+                logprobs_ignore_temperature=config.logprobs_ignore_temperature,
             )
         self._steps = EagerSteps(self._executor, self._rows)
         self._open_graphs = partial(_graphs, self._executor, self._rows, placement, weights)
