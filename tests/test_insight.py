@@ -219,6 +219,48 @@ def test_hidden_states_are_those_of_transformers(engine: sgl.Engine, folder: Pat
             np.testing.assert_allclose(np.concatenate([given[0], given[1:]]), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"cumulative_stream": True}, {"core_process": True}], ids=str)
+def test_hidden_states_come_in_the_form_asked_for(folder: Path, settings: dict[str, bool]) -> None:
+    """Of results and of streams: one entry for each token, the same numbers as in lists, free to be changed."""
+    forms: dict[str, tuple[type, Any]] = {
+        "numpy": (np.ndarray, np.float32),
+        "torch": (torch.Tensor, torch.float32),
+    }
+    with sgl.Engine(model_path=str(folder), device="cpu", dtype="float32", **settings) as engine:
+
+        def states(form: str | None, wish: bool | str = True, **more: Any) -> Any:
+            results = engine.generate(
+                input_ids=PROMPTS[0],
+                sampling_params=GREEDY,
+                return_hidden_states=wish,
+                hidden_states_format=form,
+                **more,
+            )
+            return [r["meta_info"]["hidden_states"] for r in (results if more else [results])]
+
+        [wanted], [last] = states(None), states(None, "last")
+        assert states("list") == [wanted]
+        for form, (made, dtype) in forms.items():
+            [given] = states(form)
+            chunks = states(form, stream=True)
+            pieces = chunks[-1:] if "cumulative_stream" in settings else chunks
+            merged = [entry for piece in pieces for entry in piece]
+            for entries in (given, merged):
+                assert all(isinstance(entry, made) and entry.dtype == dtype for entry in entries)
+                for ours, listed in zip(entries, wanted, strict=True):
+                    np.testing.assert_allclose(np.asarray(ours), listed, atol=1e-5)
+                entries[0][0] = 0
+            [ours] = states(form, "last")
+            assert isinstance(ours, made)
+            np.testing.assert_allclose(np.asarray(ours), last, atol=1e-5)
+
+
+def test_forms_that_hidden_states_do_not_have(llm: sgl.Engine) -> None:
+    for form in ("tensor", True, ["numpy"]):
+        with pytest.raises(ValueError, match="hidden_states_format must be 'list', 'numpy' or 'torch'"):
+            llm.generate(input_ids=PROMPTS[1], return_hidden_states=True, hidden_states_format=form)
+
+
 # ── penalties and biases ──
 
 CHANGES: list[dict[str, Any]] = [

@@ -140,6 +140,7 @@ class Client:
             weight_version=self.weight_version,
             has_timings=self._config.enable_metrics,
             token_text=None if self._tokenizer is None else self._tokenizer.token_text,
+            hidden_states_format=job.hidden_states_format,
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
         requests = [dataclasses.replace(row.request, id=row.name) for row in rows]

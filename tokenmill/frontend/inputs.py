@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
-from tokenmill.frontend.options import logprob_options, read_options
+from tokenmill.frontend.insight import HiddenStatesFormat
+from tokenmill.frontend.options import logprob_options, read_hidden_states_format, read_options
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, IntArray, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
@@ -47,6 +48,7 @@ class Job:
     requests: tuple[Request, ...]
     single: bool  # one prompt with one sample: the caller wants a dict, not a list
     session: Continuation = NO_SESSION
+    hidden_states_format: HiddenStatesFormat = "list"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,12 @@ class InputReader:
             for index, row in enumerate(rows)
             for sample in range(n)
         )
-        return Job(requests, single=prompts.single and n == 1, session=session)
+        return Job(
+            requests,
+            single=prompts.single and n == 1,
+            session=session,
+            hidden_states_format=read_hidden_states_format(options or {}),
+        )
 
     # ── sampling parameters ──
 

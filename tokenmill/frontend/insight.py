@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from tokenmill.messages import FloatArray, Insight, LogprobOptions, Logprobs, Re
 
 TokenText = Callable[[int], str]
 LogprobTuple = tuple[float | None, int, str | None]
+HiddenStatesFormat = Literal["list", "numpy", "torch"]
 
 
 class Shown:
@@ -54,7 +55,13 @@ class Shown:
         )
 
     def meta_info(
-        self, piece: ShownPiece, *, token_ids: Sequence[int], has_prompt: bool, token_text: TokenText | None
+        self,
+        piece: ShownPiece,
+        *,
+        token_ids: Sequence[int],
+        has_prompt: bool,
+        token_text: TokenText | None,
+        hidden_states_format: HiddenStatesFormat = "list",
     ) -> dict[str, Any]:
         """The keys for a piece of the output or all of it.
 
@@ -67,7 +74,9 @@ class Shown:
             facts |= _output_logprobs(piece.logprobs, [*token_ids, *self._next_token], options, text)
             facts |= _input_logprobs(self._prompt_logprobs, self._request, options, text)
         if self._request.hidden_states is not None:
-            facts["hidden_states"] = _hidden_states(piece.hidden, self._request, has_prompt=has_prompt)
+            facts["hidden_states"] = _hidden_states(
+                piece.hidden, self._request, has_prompt=has_prompt, format=hidden_states_format
+            )
         return facts
 
 
@@ -141,12 +150,22 @@ def _tuples(values: Sequence[float], ids: Sequence[int], text: TokenText | None)
     return list(zip(values, ids, texts, strict=True))
 
 
-def _hidden_states(hidden: FloatArray | None, request: Request, *, has_prompt: bool) -> Any:
+def _hidden_states(
+    hidden: FloatArray | None, request: Request, *, has_prompt: bool, format: HiddenStatesFormat
+) -> Any:
     """One entry for each token: for the first the states of the whole prompt, then of one position each."""
     if hidden is None:
         return []
     if request.hidden_states == "last":
-        return hidden[-1].tolist()
+        return _in_format(hidden[-1], format)
     num_prompt = len(request.prompt_ids) if has_prompt else 0
-    states = hidden.tolist()
-    return [states[:num_prompt], *states[num_prompt:]] if has_prompt else states
+    states = _in_format(hidden, format)
+    return [states[:num_prompt], *states[num_prompt:]] if has_prompt else [*states]
+
+
+def _in_format(hidden: FloatArray, format: HiddenStatesFormat) -> Any:
+    if format == "torch":
+        import torch  # for those who ask; nothing else here may need it
+
+        return torch.from_numpy(hidden)
+    return hidden.tolist() if format == "list" else hidden

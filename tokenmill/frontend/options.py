@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.logit_processors import LogitProcessor, resolve_processor
 from tokenmill.messages import EngineFacts, LogprobOptions
 from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, plain, show
@@ -34,6 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     custom_logit_processor: Any
     require_reasoning: Any
     return_hidden_states: Any
+    hidden_states_format: Any
     return_routed_experts: Any
     routed_experts_start_len: Any
     bootstrap_host: Any
@@ -119,6 +121,18 @@ def read_options(
         RequestOptions(*values)
         for values in zip(*logprobs, hidden, priorities, timeouts, salts, processors, strict=True)
     ]
+
+
+def read_hidden_states_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
+    """In which form all results of a call hold hidden states."""
+    value = given.get("hidden_states_format")
+    if value is None:
+        return "list"
+    if not isinstance(value, str) or value not in get_args(HiddenStatesFormat):
+        raise InvalidArgument(
+            f"hidden_states_format must be 'list', 'numpy' or 'torch', the same for all, got {show(value)}"
+        )
+    return cast(HiddenStatesFormat, value)
 
 
 def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> LogprobOptions | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
-from tokenmill.frontend.insight import Shown, ShownPiece, TokenText
+from tokenmill.frontend.insight import HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 
@@ -115,7 +115,11 @@ class Row:
         """The keys of `meta_info` for what came with these tokens."""
         has_prompt = len(token_ids) == len(self.token_ids)
         return self.shown.meta_info(
-            piece, token_ids=token_ids, has_prompt=has_prompt, token_text=shape.token_text
+            piece,
+            token_ids=token_ids,
+            has_prompt=has_prompt,
+            token_text=shape.token_text,
+            hidden_states_format=shape.hidden_states_format,
         )
 
     @property
@@ -142,6 +146,7 @@ class Shape:
     weight_version: str
     has_timings: bool = False  # results say when what happened
     token_text: TokenText | None = None  # the text of one token; None without a tokenizer
+    hidden_states_format: HiddenStatesFormat = "list"
 
 
 def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
