@@ -178,6 +178,28 @@ def test_streams_give_the_same_lists(folder: Path, cumulative: bool) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_samples_of_a_prompt_share_its_logprobs(llm: sgl.Engine) -> None:
+    """The first sample is told of the prompt, which keeps it from the cache; the others need not be."""
+    wishes: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    params = {"max_new_tokens": 3, "ignore_eos": True}
+    alone = llm.generate(input_ids=PROMPTS, sampling_params=params, **wishes)
+    results = llm.generate(
+        input_ids=PROMPTS, sampling_params={**params, "n": 3}, token_ids_logprob=[4], **wishes
+    )
+    for index, result in enumerate(results):
+        meta, first = result["meta_info"], results[index - index % 3]["meta_info"]
+        wanted = alone[index // 3]["meta_info"]["input_token_logprobs"]
+        assert [token for _, token, _ in meta["input_token_logprobs"]] == [token for _, token, _ in wanted]
+        for (ours, _, _), (theirs, _, _) in zip(meta["input_token_logprobs"][1:], wanted[1:], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+        for key in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
+            assert meta[key] == first[key]
+            assert len(meta[key]) == meta["prompt_tokens"]
+            assert index % 3 == 0 or meta[key] is not first[key]
+        assert len(meta["output_token_logprobs"]) == 3
+        assert meta["cached_tokens"] == (0 if index % 3 == 0 else (meta["prompt_tokens"] - 1) // 16 * 16)
+
+
 def test_what_cannot_be_asked_for(llm: sgl.Engine) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"logprob_start_len": 5}, r"logprob_start_len is 5, but input_ids has only 4 tokens"),
@@ -221,7 +243,7 @@ def test_hidden_states_are_those_of_transformers(engine: sgl.Engine, folder: Pat
 
 @pytest.mark.parametrize("settings", [{}, {"cumulative_stream": True}, {"core_process": True}], ids=str)
 def test_hidden_states_come_in_the_form_asked_for(folder: Path, settings: dict[str, bool]) -> None:
-    """Of results and of streams: one entry for each token, the same numbers as in lists, free to be changed."""
+    """Of results and of streams: one entry for each token, the same numbers as in lists, free to change."""
     forms: dict[str, tuple[type, Any]] = {
         "numpy": (np.ndarray, np.float32),
         "torch": (torch.Tensor, torch.float32),

@@ -19,7 +19,12 @@ import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.insight import HiddenStatesFormat
-from tokenmill.frontend.options import logprob_options, read_hidden_states_format, read_options
+from tokenmill.frontend.options import (
+    logprob_options,
+    read_hidden_states_format,
+    read_options,
+    without_prompt,
+)
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, IntArray, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
@@ -143,7 +148,10 @@ class InputReader:
                 priority=asked[index].priority,
                 timeout_seconds=asked[index].timeout_seconds,
                 cache_namespace=asked[index].cache_salt.encode(errors="surrogatepass"),
-                logprobs=logprobs[index],
+                # Other samples get the first one's list of the prompt, in `outputs.results_of`.
+                logprobs=logprobs[index]
+                if stream or sample == 0
+                else without_prompt(logprobs[index], len(row)),
                 hidden_states=asked[index].hidden_states,
                 processor=asked[index].processor,
             )

@@ -15,6 +15,8 @@ from tokenmill.messages import FloatArray, Insight, LogprobOptions, Logprobs, Re
 
 TokenText = Callable[[int], str]
 LogprobTuple = tuple[float | None, int, str | None]
+# The keys that tell of the prompt.
+PROMPT_LOGPROBS = {"input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"}
 HiddenStatesFormat = Literal["list", "numpy", "torch"]
 
 

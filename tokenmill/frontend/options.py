@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, cast, get_args
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
@@ -146,6 +146,11 @@ def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> Logpr
             "log-probabilities of the prompt"
         )
     return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids, asked.text_in_logprobs)
+
+
+def without_prompt(asked: LogprobOptions | None, num_prompt: int) -> LogprobOptions | None:
+    """The same, but nothing of the prompt."""
+    return None if asked is None else replace(asked, prompt_start=num_prompt)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
-from tokenmill.frontend.insight import HiddenStatesFormat, Shown, ShownPiece, TokenText
+from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 
@@ -154,6 +154,14 @@ def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
     return _dict(row, text, list(row.token_ids), row.all_shown(shape), shape)
 
 
+def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
+    """The dicts of a finished call, with the whole text of each."""
+    results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
+    if rows:
+        _share_prompt_logprobs(results, num_samples=rows[0].request.params.n)
+    return results
+
+
 def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:
     """The next chunk of a stream; it shares nothing with the row or with other chunks."""
     if shape.cumulative:
@@ -163,6 +171,15 @@ def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:
         shown = row.shown_in(piece.shown, piece.token_ids, shape)
         chunk = _dict(row, piece.text, piece.token_ids, shown, shape)
     return chunk if shape.single else {**chunk, "index": row.index}
+
+
+def _share_prompt_logprobs(results: ResultList, *, num_samples: int) -> None:
+    """Give the log-probabilities of a prompt to all its samples; only the first asked the core for them."""
+    for index, result in enumerate(results):
+        first = results[index - index % num_samples]["meta_info"]
+        if result["meta_info"] is not first:
+            shared = {key: list(value) for key, value in first.items() if key in PROMPT_LOGPROBS}
+            result["meta_info"].update(shared)
 
 
 def _dict(row: Row, text: str, token_ids: list[int], shown: dict[str, Any], shape: Shape) -> dict[str, Any]:
