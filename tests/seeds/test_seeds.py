@@ -13,11 +13,18 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
 
 
-def run(script: str, *arguments: str, stdin: str | None = None) -> str:
+def run(script: str, *arguments: str, stdin: str | None = None, folder: Path | None = None) -> str:
     """Run a script as a user would, from another folder; returns what it printed."""
     command = [sys.executable, "-W", "error", str(SCRIPTS / script), *arguments]
     done = subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=110, env=environment(), check=False
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment(),
+        cwd=folder,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -65,7 +72,23 @@ def test_native_api() -> None:
 
 def test_native_api_with_token_ids(make_model: Callable[..., Path]) -> None:
     """The model's vocabulary is larger than its tokenizer's, so what is printed may be empty text."""
-    run("native_api_token_ids.py", str(make_model("llama", vocab_size=128256, hidden_size=32)))
+    model = make_model("llama", vocab_size=128256, hidden_size=32, max_position_embeddings=512)
+    printed = run("native_api_token_ids.py", str(model))
+    assert int(printed.split()[-2]) >= 10
+
+
+def test_native_api_beyond_text(tmp_path: Path) -> None:
+    printed = run("native_api_insight.py", folder=tmp_path).splitlines()
+    logprobs = [line for line in printed if line.startswith("Token logprob: (-")]
+    tops = [line for line in printed if line.startswith("Top 3 alternatives: [(-")]
+    assert len(logprobs) == len(tops) == 5
+    assert all(line.count("(") == 3 for line in tops)
+    assert "Number: " + "7" * 10 in printed
+    assert "Hidden states: 5 entries, 5 tokens" in printed
+    assert printed[-3:] == ["Model: tiny", "TP size: 1", "Max tokens: 8192"]
+    [trace] = (tmp_path / "profiles").iterdir()
+    assert trace.name.startswith("my_profile-")
+    assert trace.stat().st_size > 1000
 
 
 def test_sessions() -> None:
