@@ -118,10 +118,10 @@ class EagerSteps:
         return torch.arange(wish.first_token, wish.first_token + wish.count, device=self._rows.device)
 
     def _draw(self, part: Part, needs: SamplingNeeds, masks: TokenMasks | None) -> DrawnPart:
-        failures: dict[int, str] = {}
         if part.inputs is None or part.made is None:
-            return DrawnPart(part.plan, None, None, part.shown, failures)
+            return DrawnPart(part.plan, None, None, part.shown, {})
         inputs, slots = part.inputs, part.plan.slots[part.plan.samples]
+        failures = self._rows.extras.failures(slots)
         changes = HostChanges(
             self._rows,
             slots,
