@@ -48,6 +48,7 @@ class Engine:
             defaults=self.config.preferred_sampling_params,
             random_seed=self.config.random_seed,
             stream_interval=self.config.stream_interval,
+            grammar_backend=self.config.grammar_backend,
         )
 
     # ── generating ────────────────────────────────────────────────────────────────────────────

@@ -8,14 +8,16 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.policy import create_policy
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.errors import InvalidArgument
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import EngineFacts, Output, Request, Runner, Sink
+from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,15 @@ class Close:
     """End the loop."""
 
 
-Message = Submit | Cancel | Call | Close
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request's grammar is there, or why there is none."""
+
+    request_id: str
+    outcome: Guide | Finish
+
+
+Message = Submit | Cancel | Call | Close | Compiled
 Inbox = queue.SimpleQueue[Message]
 
 
@@ -54,11 +64,19 @@ class Loop:
     """Turns messages into steps and steps into Outputs until a `Close` comes or an error ends it."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, cache: Cache, *, inbox: Inbox, deliver: Sink
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        cache: Cache,
+        *,
+        grammars: Grammars,
+        inbox: Inbox,
+        deliver: Sink,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
+        self._grammars = grammars
         self._inbox = inbox
         self._deliver = deliver
         self._closing = False
@@ -71,9 +89,10 @@ class Loop:
         """Returns after `Close`; requests that are still alive then are reported as aborted."""
         while not self._closing:
             self._drain()
-            if not self._scheduler.idle:
+            if not self._scheduler.is_asleep:
                 self._turn()
         self._send(self._scheduler.abort_all("the engine was shut down"))
+        self._grammars.close()
 
     def _turn(self) -> None:
         """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
@@ -88,7 +107,7 @@ class Loop:
 
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes."""
-        if self._scheduler.idle and not self._closing:
+        if self._scheduler.is_asleep and not self._closing:
             self._handle(self._inbox.get())
         while not self._closing:
             try:
@@ -101,12 +120,24 @@ class Loop:
         match message:
             case Submit(requests):
                 self._scheduler.submit(requests)
+                self._compile(requests)
+            case Compiled(request_id, outcome):
+                self._send(self._scheduler.compiled(request_id, outcome))
             case Cancel(request_ids):
                 self._send(self._scheduler.cancel(request_ids))
             case Call():
                 self._answer(message)
             case Close():
                 self._closing = True
+
+    def _compile(self, requests: Sequence[Request]) -> None:
+        """Have grammars compiled; the outcomes come as messages."""
+        for request in requests:
+            if request.grammar is not None:
+                self._grammars.compile(request, partial(self._report_compiled, request.id))
+
+    def _report_compiled(self, request_id: str, outcome: Guide | Finish) -> None:
+        self._inbox.put(Compiled(request_id, outcome))
 
     def _answer(self, call: Call) -> None:
         """Errors of a call go to the caller; the loop lives on."""
@@ -134,6 +165,7 @@ class Loop:
             busy = self._scheduler.num_running + self._scheduler.num_waiting
             return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
         self._cache.flush()
+        self._grammars.clear()
         return True, "the prefix cache is empty"
 
     def _send(self, outputs: Sequence[Output]) -> None:
@@ -155,4 +187,5 @@ def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sin
         max_sequence_tokens=facts.max_sequence_tokens,
     )
     scheduler = Scheduler(limits, cache=cache, policy=create_policy(config.schedule_policy, cache))
-    return Loop(mill, scheduler, cache, inbox=inbox, deliver=deliver)
+    grammars = build_grammars(config, facts)
+    return Loop(mill, scheduler, cache, grammars=grammars, inbox=inbox, deliver=deliver)

@@ -10,6 +10,7 @@ from array import array
 
 import numpy as np
 
+from tokenmill.core.grammars import Guide
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request
 
@@ -21,9 +22,11 @@ NEVER_ADMITTED = -1
 class Phase(enum.Enum):
     """Where a request stands. WAITING -> PREFILL -> DECODE -> DRAINING -> FINISHED.
 
-    A preempted request goes back to WAITING; any phase but FINISHED can end early.
+    A preempted request goes back to WAITING; any phase but FINISHED can end early. A request with a grammar
+    begins in COMPILING.
     """
 
+    COMPILING = "compiling"  # not in the queue yet: its grammar is being compiled
     WAITING = "waiting"  # in the queue, no row, no pages
     PREFILL = "prefill"  # in a row, some tokens known to the host are not computed yet
     DECODE = "decode"  # in a row, only the token drawn last is not computed yet
@@ -44,6 +47,7 @@ class RequestState:
         "arrival",
         "cached_tokens",
         "finish",
+        "guide",
         "limit",
         "num_prompt",
         "num_reported",
@@ -76,6 +80,7 @@ class RequestState:
         self.num_retractions = 0
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
+        self.guide: Guide | None = None  # which tokens its grammar allows next
         self._set_report()
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill.core.grammars import Guide
 from tokenmill.core.plan import PlanDraft
 from tokenmill.core.policy import Policy, WaitingQueue
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
@@ -61,6 +62,8 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}  # everything not finished
         self._num_arrived = 0
         self._num_admitted = 0
+        self._num_compiling = 0
+        self._num_guided = 0  # of `_states`, those that a grammar guides
         self._decoding: list[RequestState] = []
         self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
@@ -69,13 +72,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-        return len(self._queue)
+        """Requests in the queue, preempted ones included, and those whose grammar is being compiled."""
+        return len(self._queue) + self._num_compiling
 
     @property
     def num_running(self) -> int:
         """Requests that are neither waiting nor finished."""
-        return len(self._states) - len(self._queue)
+        return len(self._states) - self.num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -87,6 +90,11 @@ class Scheduler:
         """Whether nothing waits, runs or is in flight."""
         return not self._states and not self._flights
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether nothing can be done until a message comes: no request, or none whose grammar is there."""
+        return len(self._states) == self._num_compiling and not self._flights
+
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -97,7 +105,25 @@ class Scheduler:
             assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
             self._num_arrived += 1
             self._states[request.id] = state
-            self._queue.add(state)
+            if request.grammar is None:
+                self._queue.add(state)
+            else:
+                state.phase = Phase.COMPILING
+                self._num_compiling += 1
+
+    def compiled(self, request_id: str, outcome: Guide | Finish) -> list[Output]:
+        """Queue a request whose grammar is compiled, or end it. Ids that have ended are ignored."""
+        state = self._states.get(request_id)
+        if state is None:
+            return []
+        if isinstance(outcome, Finish):
+            return [self._end(state, outcome)]
+        self._num_compiling -= 1
+        self._num_guided += 1
+        state.guide = outcome
+        state.phase = Phase.WAITING
+        self._queue.add(state)
+        return []
 
     def cancel(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests at once, with the tokens not reported yet. Unknown ids are ignored."""
@@ -283,6 +309,29 @@ class Scheduler:
         """The last draw of a request is launched: only results are missing."""
         self._vacate(state, Phase.DRAINING)
 
+    # ── grammars ──────────────────────────────────────────────────────────────────────────────
+
+    def guided(self) -> tuple[IntArray, list[RequestState]]:
+        """The rows of the newest plan whose draw a grammar guides, and whose they are."""
+        if not self._num_guided or not self._flights:
+            return np.zeros(0, dtype=np.int32), []
+        flight = self._flights[-1]
+        drawing = np.flatnonzero(flight.samples).astype(np.int32)
+        found = [
+            index
+            for index, state in enumerate(flight.states)
+            if state.guide is not None and state.finish is None
+        ]
+        return drawing[found], [flight.states[index] for index in found]
+
+    def end_guided(self, states: Sequence[RequestState]) -> list[Output]:
+        """End those of the requests whose grammar left them no token to draw."""
+        return [
+            self._end(state, state.guide.finish)
+            for state in states
+            if state.guide is not None and state.guide.finish is not None
+        ]
+
     # ── results in ────────────────────────────────────────────────────────────────────────────
 
     def take_in(self, result: StepResult) -> list[Output]:
@@ -295,6 +344,11 @@ class Scheduler:
                 continue
             tokens = state.tokens
             tokens.append(token)
+            if state.guide is not None:
+                state.guide.accept(token)
+                if state.guide.finish is not None:
+                    outputs.append(self._end(state, state.guide.finish))
+                    continue
             if len(tokens) >= state.report_at or token in state.stop_ids:
                 outputs.append(self._report(state, token))
         for state in flight.prompts_only:
@@ -311,11 +365,14 @@ class Scheduler:
 
     def _end(self, state: RequestState, finish: Finish) -> Output:
         """Finish a request wherever it stands. Results of its steps in flight will be ignored."""
-        if state.phase is Phase.WAITING:
+        if state.phase is Phase.COMPILING:
+            self._num_compiling -= 1
+        elif state.phase is Phase.WAITING:
             self._queue.remove(state)
         elif state.phase is not Phase.DRAINING:
             self._vacate(state, Phase.FINISHED)
         state.phase = Phase.FINISHED
+        self._num_guided -= state.guide is not None
         del self._states[state.request.id]
         return state.report(finish)
 
@@ -345,7 +402,10 @@ class Scheduler:
         ages = [state.age for state in [*running, *self._queue] if state.age != NEVER_ADMITTED]
         assert ages == sorted(ages), "a younger request goes before an older one"
         draining = [state for state in self._states.values() if state.phase is Phase.DRAINING]
-        everywhere = [*self._queue, *running, *draining]
+        compiling = [state for state in self._states.values() if state.phase is Phase.COMPILING]
+        assert len(compiling) == self._num_compiling
+        assert sum(state.guide is not None for state in self._states.values()) == self._num_guided
+        everywhere = [*self._queue, *running, *draining, *compiling]
         assert sorted(map(id, everywhere)) == sorted(map(id, self._states.values()))
         in_flight = [state for flight in self._flights for state in flight.states]
         for state in running:
