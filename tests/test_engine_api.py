@@ -219,12 +219,8 @@ def test_errors_of_a_stream_are_raised_at_the_call(llm: sgl.Engine, cores: list[
     [
         {"image_data": "picture.png"},
         {"video_data": ["a.mp4"]},
-        {"return_logprob": True},
-        {"return_logprob": [False, True]},
         {"lora_path": "math"},
         {"custom_logit_processor": "mine"},
-        {"return_hidden_states": True},
-        {"return_hidden_states": "last"},
         {"session_params": {"id": "s"}},
         {"priority": 10},
         {"data_parallel_rank": 1},

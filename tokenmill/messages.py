@@ -30,6 +30,7 @@ class LogprobOptions:
     prompt_start: int  # first prompt position of which one is wanted; the prompt's length: none
     num_top: int  # likeliest alternatives at each position
     token_ids: tuple[int, ...]  # ids scored at each position
+    with_text: bool = False  # whether the caller wants to read the tokens; for the frontend
 
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
@@ -95,15 +96,30 @@ class Logprobs:
     top_ids_NK: IntArray
     given_NI: FloatArray
 
+    def at(self, places: slice | LongArray) -> Logprobs:
+        """Some of the positions."""
+        return Logprobs(
+            self.token_N[places], self.top_NK[places], self.top_ids_NK[places], self.given_NI[places]
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """The positions of several, at least one, all of the same widths."""
+        return cls(
+            np.concatenate([part.token_N for part in parts]),
+            np.concatenate([part.top_NK for part in parts]),
+            np.concatenate([part.top_ids_NK for part in parts]),
+            np.concatenate([part.given_NI for part in parts]),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Insight:
     """What a request asked to see of its computation, since its last Output."""
 
     prompt_logprobs: Logprobs | None = None  # of all wanted positions, once, with the first Output
-    logprobs: Logprobs | None = (
-        None  # of the Output's tokens; of the token never appended for `max_new_tokens=0`
-    )
+    logprobs: Logprobs | None = None  # of the Output's tokens, or of `next_token`
+    next_token: int | None = None  # drawn for its log-probability only, where no token is wanted
     # [tokens, hidden]; the first Output's begin with the prompt's positions.
     hidden_states: FloatArray | None = None
 
@@ -171,6 +187,26 @@ def _ints(values: Sequence[int] = ()) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowExtras:
+    """What a row needs beyond a draw from the distribution of its logits. Most rows need nothing of it."""
+
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    prompt_ids: IntArray
+    output_ids: IntArray  # drawn in earlier runs of the request
+    penalize_prompt: bool  # whether the repetition penalty takes prompt tokens for output
+    logprobs: LogprobOptions | None
+    hidden_states: Literal["last", "all"] | None
+    # Whether log-probabilities and hidden states of the prompt are still wanted, as the two say.
+    reads_prompt: bool
+    is_masked: bool  # whether it draws only when `sample` was given its mask
+    processor: Any  # see `Request.processor`
+    processor_params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowStarts:
     """Columns for rows that a request enters in this step: `N` rows, written before anything else."""
 
@@ -183,6 +219,7 @@ class RowStarts:
     seeds: NDArray[np.uint64]  # [N]
     min_new_tokens: IntArray  # [N]
     stop_ids: tuple[tuple[int, ...], ...]  # [N] ids masked while fewer than `min_new_tokens` are out
+    extras: tuple[RowExtras | None, ...] = ()  # [N]; empty: no row has any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,10 +246,24 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """Which tokens M rows of a step may draw: bit i of word w stands for token 32 * w + i."""
+
+    slots: IntArray  # [M]
+    bits: IntArray  # [M, ceil(vocabulary / 32)]; tokens past the last word are not allowed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What one step produced, in the order of its plan's rows."""
 
     token_ids: IntArray  # [R] token drawn; -1 where the row did not sample
+    logprobs: Logprobs | None = None  # of the tokens drawn, [rows that sample]; None: no row wants them
+    # (row, prompt position of the first, log-probabilities of the positions this step found out)
+    prompt_logprobs: tuple[tuple[int, int, Logprobs], ...] = ()
+    # (row, position of the first, final hidden states [tokens, hidden])
+    hidden_states: tuple[tuple[int, int, FloatArray], ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()  # (row, what went wrong); its token is void
 
 
 class Runner(Protocol):
@@ -221,7 +272,7 @@ class Runner(Protocol):
     facts: EngineFacts
 
     def launch(self, plan: StepPlan) -> None: ...
-    def sample(self, masks: None) -> None: ...
+    def sample(self, masks: TokenMasks | None) -> None: ...
     def collect(self) -> StepResult: ...
     def call(self, name: str, **arguments: Any) -> Any: ...
     def close(self) -> None: ...

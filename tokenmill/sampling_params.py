@@ -25,6 +25,8 @@ _GREEDY_BELOW = 1e-6
 _LARGEST_TEMPERATURE = 1e30
 _SMALLEST_TOP_P = 1e-9
 _WHOLE_VOCABULARY = 2**30
+# Added to a logit it decides alone, and the sum is still finite; below its negative a token is forbidden.
+_LARGEST_BIAS = 1e30
 
 
 # ── checks of plain values ────────────────────────────────────────────────────────────────────
@@ -166,13 +168,22 @@ def _refuse(name: str, value: object, *, neutral: object) -> InvalidArgument:
     return InvalidArgument(f"{name}={_Short().repr(value)} is not supported yet; leave it at {neutral!r}")
 
 
-def _penalty(
-    name: str, value: object, *, minimum: float, maximum: float, neutral: float, above: bool = False
-) -> float:
-    number = check_real(name, value, minimum=minimum, maximum=maximum, above=above)
-    if number != neutral:
-        raise _refuse(name, value, neutral=neutral)
-    return neutral
+def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, tuple):  # as it is stored
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise WrongType(f"{name} must be a dict from token id to number, got {show(value)}")
+    biases: dict[int, float] = {}
+    for key, given in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
+        token = check_whole(f"a key of {name}", token, minimum=0, maximum=2**31 - 1)
+        number = plain(given)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise WrongType(f"{name}[{token}] must be a number, got {show(given)}")
+        if number != number:
+            raise InvalidArgument(f"{name}[{token}] must be a number or an infinity, got {show(given)}")
+        biases[token] = -math.inf if number < -_LARGEST_BIAS else float(min(_LARGEST_BIAS, number))
+    return tuple(biases.items())
 
 
 def _beam_width(name: str, value: object) -> None:
@@ -205,15 +216,16 @@ _RULES: dict[str, _Rule] = {
     "n": partial(check_whole, minimum=1, maximum=MAX_SAMPLES),
     "sampling_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
     "stream_interval": partial(check_whole, minimum=1),
-    "frequency_penalty": partial(_penalty, minimum=-2, maximum=2, neutral=0.0),
-    "presence_penalty": partial(_penalty, minimum=-2, maximum=2, neutral=0.0),
-    "repetition_penalty": partial(_penalty, minimum=0, maximum=2, above=True, neutral=1.0),
+    "frequency_penalty": partial(check_real, minimum=-2, maximum=2),
+    "presence_penalty": partial(check_real, minimum=-2, maximum=2),
+    "repetition_penalty": partial(check_real, minimum=0, maximum=2, above=True),
+    "penalize_prompt": check_flag,
     "stop_regex": _constraint,
     "json_schema": constraints.json_schema,
     "regex": constraints.regex,
     "ebnf": constraints.ebnf,
     "structural_tag": constraints.structural_tag,
-    "logit_bias": _constraint,
+    "logit_bias": _logit_bias,
     "custom_params": _constraint,
     "beam_width": _beam_width,
     "watermark": _constraint,
@@ -252,9 +264,10 @@ class SamplingParams:
     n: int = _arg(1, "samples for each prompt")
     sampling_seed: int | None = _arg(None, "seed of the random draws, signed or unsigned 64 bit")
     stream_interval: int | None = _arg(None, "tokens between two chunks of a stream")
-    frequency_penalty: float = _arg(0.0, "lower tokens by their count in the output", supported=False)
-    presence_penalty: float = _arg(0.0, "lower tokens that are in the output", supported=False)
-    repetition_penalty: float = _arg(1.0, "scale down tokens that are in the output", supported=False)
+    frequency_penalty: float = _arg(0.0, "lower tokens by their count in the output times this")
+    presence_penalty: float = _arg(0.0, "lower tokens that are in the output by this")
+    repetition_penalty: float = _arg(1.0, "scale down tokens that are in the output by this factor")
+    penalize_prompt: bool = _arg(False, "the repetition penalty counts tokens of the prompt, too")
     stop_regex: None = _arg(None, "pattern that ends the output", supported=False)
     json_schema: str | None = _arg(
         None, "JSON schema of the output: text, dict or pydantic model class; '$$ANY$$': any JSON"
@@ -262,7 +275,7 @@ class SamplingParams:
     regex: str | None = _arg(None, "regular expression that the whole output matches")
     ebnf: str | None = _arg(None, "grammar of the output, in GBNF with a rule `root`")
     structural_tag: str | None = _arg(None, "free text with constrained parts: JSON text or dict")
-    logit_bias: None = _arg(None, "numbers added to the logits of token ids", supported=False)
+    logit_bias: tuple[tuple[int, float], ...] = _arg((), "numbers added to the logits of token ids")
     custom_params: None = _arg(None, "values for the custom logit processor", supported=False)
     beam_width: None = _arg(None, "beams of a beam search", supported=False)
     watermark: None = _arg(None, "watermark of the output", supported=False)

@@ -50,7 +50,13 @@ def plan(**columns: Any) -> StepPlan:
 @pytest.fixture
 def rows() -> Rows:
     return Rows(
-        num_slots=6, num_columns=8, num_groups=1, page_size=4, spare_page=9, device=torch.device("cpu")
+        num_slots=6,
+        num_columns=8,
+        num_groups=1,
+        page_size=4,
+        spare_page=9,
+        vocab_size=50,
+        device=torch.device("cpu"),
     )
 
 
@@ -218,6 +224,7 @@ def test_a_captured_layout_follows_what_rows_share() -> None:
         num_groups=1,
         page_size=4,
         spare_page=9,
+        vocab_size=50,
         device=torch.device("cpu"),
         sharing=costs,
     )

@@ -12,7 +12,7 @@ import torch
 
 import tokenmill
 from tokenmill.messages import StepPlan
-from tokenmill.runner import eager
+from tokenmill.runner import drawing, eager
 from tokenmill.runner.executor import Executor
 
 pytestmark = pytest.mark.cpu
@@ -112,7 +112,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory(10**9)
     monkeypatch.setattr(Executor, "forward", memory.forward(Executor.forward))
-    monkeypatch.setattr(eager, "sample", memory.sample(eager.sample))
+    monkeypatch.setattr(drawing, "sample", memory.sample(drawing.sample))
     return memory
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tokenmill.config import EngineConfig
 from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
 from tokenmill.grammar.base import check_backend, open_backend
-from tokenmill.messages import EngineFacts, Finish, IntArray, Request
+from tokenmill.messages import EngineFacts, Finish, IntArray, Request, TokenMasks
 
 
 class Guide:
@@ -96,20 +96,18 @@ class Grammars:
 
         self._compiler.compile(request.grammar).add_done_callback(tell)
 
-    def fill(self, guides: Sequence[Guide]) -> IntArray:
-        """The tokens that each request may draw next, as bits: int32 [guides, words].
-
-        Bit i of word w is token 32 * w + i. Afterwards a guide may have a `finish`; its row means nothing.
-        """
+    def masks(self, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
+        """The tokens that each slot may draw next. The row of a guide with a `finish` then means nothing."""
         backend = self._compiler.backend()
-        masks: IntArray = np.zeros((len(guides), backend.num_words), dtype=np.int32)
-        backend.fill_masks([guide.matcher for guide in guides], masks)
+        bits: IntArray = np.zeros((len(guided), backend.num_words), dtype=np.int32)
+        backend.fill_masks([guide.matcher for _, guide in guided], bits)
         # The tokenizer may know more ids than the model.
-        masks = np.ascontiguousarray(masks[:, : self._num_words])
-        masks &= ~self._bits(self._eos_ids)
-        for guide, row in zip(guides, masks, strict=True):
+        bits = np.ascontiguousarray(bits[:, : self._num_words])
+        bits &= ~self._bits(self._eos_ids)
+        for (_, guide), row in zip(guided, bits, strict=True):
             guide.set_ends(row, self._bits(guide.end_ids))
-        return masks
+        slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
+        return TokenMasks(slots, bits)
 
     def clear(self) -> None:
         """Forget what was compiled."""

@@ -17,7 +17,7 @@ from tokenmill.core.policy import create_policy
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.errors import InvalidArgument
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink
+from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,28 @@ class Loop:
         plan = self._scheduler.schedule() if self._scheduler.num_in_flight < depth else None
         if plan is not None:
             self._runner.launch(plan)
-            self._runner.sample(None)
+            # The forward pass runs while the host catches up with the tokens before it.
+            while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
+                self._collect()
+            self._runner.sample(self._masks() if self._scheduler.waits_for_tokens else None)
         if self._scheduler.num_in_flight == depth or plan is None:
             assert self._scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
-            self._send(self._scheduler.take_in(self._runner.collect()))
+            self._collect()
+
+    def _masks(self) -> TokenMasks | None:
+        """What grammars allow the newest step to draw; ends the requests to which they allow nothing."""
+        guided = self._scheduler.guided()
+        if not guided:
+            return None
+        masks = self._grammars.masks(
+            [(slot, state.guide) for slot, state in guided if state.guide is not None]
+        )
+        self._send(self._scheduler.end_stuck(state for _, state in guided))
+        return masks
+
+    def _collect(self) -> None:
+        """Take in the oldest step."""
+        self._send(self._scheduler.take_in(self._runner.collect()))
 
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes."""

@@ -28,6 +28,7 @@ class PlanDraft:
         self._page_columns: list[int] = []
         self._page_ids: list[int] = []
         self._entered: list[RequestState] = []
+        self.chunks: list[RequestState] = []  # whose rows compute ids the host knows, in their order
 
     @property
     def is_empty(self) -> bool:
@@ -39,9 +40,10 @@ class PlanDraft:
         self._decode_slots = slots
         self._decode_starts = starts
 
-    def add_prefill(self, slot: int, start: int, token_ids: IntArray, *, samples: bool) -> None:
+    def add_prefill(self, state: RequestState, start: int, token_ids: IntArray, *, samples: bool) -> None:
         """A row that computes ids the host knows, from position `start`."""
-        self._slots.append(slot)
+        self.chunks.append(state)
+        self._slots.append(state.slot)
         self._starts.append(start)
         self._counts.append(len(token_ids))
         self._samples.append(samples)
@@ -109,4 +111,7 @@ def _row_starts(states: list[RequestState]) -> RowStarts:
         seeds=np.array([request.seed for request in requests], dtype=np.uint64),
         min_new_tokens=_ints([each.min_new_tokens for each in params]),
         stop_ids=tuple(request.stop_ids for request in requests),
+        extras=tuple(None if state.extras is None else state.extras.row() for state in states)
+        if any(state.extras is not None for state in states)
+        else (),
     )

@@ -10,6 +10,7 @@ from array import array
 
 import numpy as np
 
+from tokenmill.core.extras import request_extras
 from tokenmill.core.grammars import Guide
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request
@@ -46,6 +47,7 @@ class RequestState:
         "age",
         "arrival",
         "cached_tokens",
+        "extras",
         "finish",
         "guide",
         "limit",
@@ -81,6 +83,7 @@ class RequestState:
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
         self.guide: Guide | None = None  # which tokens its grammar allows next
+        self.extras = request_extras(request, self.tokens)
         self._set_report()
 
     @property
@@ -88,10 +91,15 @@ class RequestState:
         """Whether a waiting request can be admitted: no draw of an earlier run is still in flight."""
         return not self.tokens or len(self.tokens) == self.total
 
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn after the prompt, even if only to tell its log-probability."""
+        return self.request.max_new_tokens > 0 or self.request.logprobs is not None
+
     def load_tokens(self) -> None:
         """Fill `tokens` from the prompt, if this is the first admission."""
         if not self.tokens:
-            self.tokens = array("i", self.request.prompt_ids.tobytes())
+            self.tokens.frombytes(self.request.prompt_ids.tobytes())
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""
@@ -106,6 +114,7 @@ class RequestState:
             finish=finish,
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
+            insight=None if self.extras is None else self.extras.insight(is_last=finish is not None),
         )
 
     def _set_report(self) -> None:

@@ -6,6 +6,7 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,16 @@ from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, Ste
 _CANCELLED = "The request was aborted by its caller."
 
 
+def _waits_for_tokens(state: RequestState) -> bool:
+    return state.extras is not None and state.extras.waits_for_tokens
+
+
+def _reusable(state: RequestState) -> array[int]:
+    """The known tokens of a request whose keys and values may come from the cache, and one to compute."""
+    most = None if state.extras is None else state.extras.most_cached
+    return state.tokens if most is None else state.tokens[: most + 1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """What one step and one sequence may use."""
@@ -35,9 +46,16 @@ class SchedulerLimits:
 class _Flight:
     """A step whose result is not taken in yet."""
 
+    slots: IntArray  # of the plan's rows
     samples: BoolArray  # which of the plan's rows draw a token
     states: list[RequestState]  # whose rows these are, in the plan's order
+    num_decodes: int
+    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
+
+    def state(self, row: int) -> RequestState:
+        """Whose row of the plan this is."""
+        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class Scheduler:
@@ -63,7 +81,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_admitted = 0
         self._num_compiling = 0
-        self._num_guided = 0  # of `_states`, those that a grammar guides
+        self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
         self._decoding: list[RequestState] = []
         self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
@@ -86,6 +104,11 @@ class Scheduler:
         return len(self._flights)
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """Whether some row of the newest step draws only when the host knows all tokens before it."""
+        return self._num_late > 0 and any(map(_waits_for_tokens, self._flights[-1].states))
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or is in flight."""
         return not self._states and not self._flights
@@ -104,26 +127,13 @@ class Scheduler:
             state = RequestState(request, arrival=self._num_arrived)
             assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
             self._num_arrived += 1
+            self._num_late += _waits_for_tokens(state)
             self._states[request.id] = state
             if request.grammar is None:
                 self._queue.add(state)
             else:
                 state.phase = Phase.COMPILING
                 self._num_compiling += 1
-
-    def compiled(self, request_id: str, outcome: Guide | Finish) -> list[Output]:
-        """Queue a request whose grammar is compiled, or end it. Ids that have ended are ignored."""
-        state = self._states.get(request_id)
-        if state is None:
-            return []
-        if isinstance(outcome, Finish):
-            return [self._end(state, outcome)]
-        self._num_compiling -= 1
-        self._num_guided += 1
-        state.guide = outcome
-        state.phase = Phase.WAITING
-        self._queue.add(state)
-        return []
 
     def cancel(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests at once, with the tokens not reported yet. Unknown ids are ignored."""
@@ -148,12 +158,15 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build()
-        drawing = [state for state in prefills if state.request.max_new_tokens]
+        drawing = [state for state in prefills if state.draws]
         self._flights.append(
             _Flight(
+                slots=plan.slots,
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
-                prompts_only=[state for state in prefills if not state.request.max_new_tokens],
+                num_decodes=num_decodes,
+                chunks=draft.chunks,
+                prompts_only=[state for state in prefills if not state.draws],
             )
         )
         self._settle(plan, decodes, prefills)
@@ -238,7 +251,7 @@ class Scheduler:
         if not state.is_ready or cache.num_available_columns <= headroom:
             return None
         state.load_tokens()
-        pages = cache.match(state.tokens.tobytes())
+        pages = cache.match(_reusable(state).tobytes())
         missing = cache.columns(len(state.tokens)) - pages.num_columns
         if missing > cache.num_available_columns - headroom:
             cache.release(pages)
@@ -277,8 +290,7 @@ class Scheduler:
         end = min(start + budget, len(state.tokens))
         is_last = end == len(state.tokens)
         chunk = np.array(state.tokens[start:end], dtype=np.int32)
-        samples = is_last and state.request.max_new_tokens > 0
-        draft.add_prefill(state.slot, start, chunk, samples=samples)
+        draft.add_prefill(state, start, chunk, samples=is_last and state.draws)
         self._rows.computed[state.slot] = end
         assert state.pages is not None
         self._cache.commit(state.pages, state.tokens, num_tokens=end)
@@ -311,21 +323,31 @@ class Scheduler:
 
     # ── grammars ──────────────────────────────────────────────────────────────────────────────
 
-    def guided(self) -> tuple[IntArray, list[RequestState]]:
-        """The rows of the newest plan whose draw a grammar guides, and whose they are."""
-        if not self._num_guided or not self._flights:
-            return np.zeros(0, dtype=np.int32), []
+    def compiled(self, request_id: str, outcome: Guide | Finish) -> list[Output]:
+        """Queue a request whose grammar is compiled, or end it. Ids that have ended are ignored."""
+        state = self._states.get(request_id)
+        if state is None:
+            return []
+        if isinstance(outcome, Finish):
+            return [self._end(state, outcome)]
+        self._num_compiling -= 1
+        state.guide = outcome
+        state.phase = Phase.WAITING
+        self._queue.add(state)
+        return []
+
+    def guided(self) -> list[tuple[int, RequestState]]:
+        """The slots of the newest plan whose draw a grammar guides, and whose they are."""
         flight = self._flights[-1]
-        drawing = np.flatnonzero(flight.samples).astype(np.int32)
-        found = [
-            index
-            for index, state in enumerate(flight.states)
+        slots = flight.slots[flight.samples].tolist()
+        return [
+            (slot, state)
+            for slot, state in zip(slots, flight.states, strict=True)
             if state.guide is not None and state.finish is None
         ]
-        return drawing[found], [flight.states[index] for index in found]
 
-    def end_guided(self, states: Sequence[RequestState]) -> list[Output]:
-        """End those of the requests whose grammar left them no token to draw."""
+    def end_stuck(self, states: Iterable[RequestState]) -> list[Output]:
+        """End those requests whose grammar left them no token to draw."""
         return [
             self._end(state, state.guide.finish)
             for state in states
@@ -337,7 +359,7 @@ class Scheduler:
     def take_in(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns what is due to be reported."""
         flight = self._flights.popleft()
-        outputs: list[Output] = []
+        outputs = self._take_in_extras(flight, result)
         drawn = result.token_ids[flight.samples].tolist()
         for state, token in zip(flight.states, drawn, strict=True):
             if state.finish is not None:
@@ -356,7 +378,30 @@ class Scheduler:
                 outputs.append(self._end(state, Finish("length", length=0)))
         return outputs
 
+    def _take_in_extras(self, flight: _Flight, result: StepResult) -> list[Output]:
+        """Keep what rows were shown; the Outputs of those that failed."""
+        if result.logprobs is not None:
+            for place, state in enumerate(flight.states):
+                if state.extras is not None and state.extras.wants_logprobs:
+                    state.extras.show_logprobs(result.logprobs, place)
+        for row, position, logprobs in result.prompt_logprobs:
+            if (extras := flight.state(row).extras) is not None:
+                extras.show_prompt_logprobs(position, logprobs)
+        for row, position, hidden in result.hidden_states:
+            if (extras := flight.state(row).extras) is not None:
+                extras.show_hidden_states(position, hidden)
+        failed = [(flight.state(row), message) for row, message in result.failures]
+        return [
+            self._end(state, Finish("abort", message=message, status_code=500, error_type="internal"))
+            for state, message in failed
+            if state.finish is None
+        ]
+
     def _report(self, state: RequestState, token: int) -> Output:
+        if not state.request.max_new_tokens:  # drawn for its log-probability
+            assert state.extras is not None
+            state.extras.next_token = state.tokens.pop()
+            return self._end(state, Finish("length", length=0))
         if token in state.stop_ids:
             return self._end(state, Finish("stop", matched=token))
         if len(state.tokens) >= state.limit:
@@ -372,8 +417,8 @@ class Scheduler:
         elif state.phase is not Phase.DRAINING:
             self._vacate(state, Phase.FINISHED)
         state.phase = Phase.FINISHED
-        self._num_guided -= state.guide is not None
         del self._states[state.request.id]
+        self._num_late -= _waits_for_tokens(state)
         return state.report(finish)
 
     def _vacate(self, state: RequestState, phase: Phase) -> None:
@@ -404,7 +449,6 @@ class Scheduler:
         draining = [state for state in self._states.values() if state.phase is Phase.DRAINING]
         compiling = [state for state in self._states.values() if state.phase is Phase.COMPILING]
         assert len(compiling) == self._num_compiling
-        assert sum(state.guide is not None for state in self._states.values()) == self._num_guided
         everywhere = [*self._queue, *running, *draining, *compiling]
         assert sorted(map(id, everywhere)) == sorted(map(id, self._states.values()))
         in_flight = [state for flight in self._flights for state in flight.states]

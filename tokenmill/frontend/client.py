@@ -124,6 +124,7 @@ class Client:
             has_text=self._tokenizer is not None,
             cumulative=self._config.cumulative_stream,
             weight_version=self._config.weight_version,
+            token_text=None if self._tokenizer is None else self._tokenizer.token_text,
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
         requests = [dataclasses.replace(row.request, id=row.name) for row in rows]

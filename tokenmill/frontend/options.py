@@ -79,11 +79,6 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "data_parallel_rank": (0,),
     "session_params": (),
     "custom_logit_processor": (),
-    "return_hidden_states": (False,),
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": (),
     "priority": (),
     "cache_salt": (),
     "timeout": (),
@@ -145,7 +140,7 @@ def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> Logpr
             f"logprob_start_len is {start}, but {place} has only {num_prompt} tokens; use -1 for no "
             "log-probabilities of the prompt"
         )
-    return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids)
+    return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids, asked.text_in_logprobs)
 
 
 def grammar_of(params: SamplingParams, place: str, *, has_tokenizer: bool, backend: str) -> Grammar | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
+from tokenmill.frontend.insight import Shown, ShownPiece, TokenText
 from tokenmill.messages import Finish, Output, Request
 
 
@@ -57,6 +58,7 @@ class Piece:
 
     text: str
     token_ids: list[int]
+    shown: ShownPiece
 
 
 class Row:
@@ -75,6 +77,7 @@ class Row:
         self.num_retractions = 0
         self.latency_seconds = 0.0
         self.has_text = text is not None
+        self.shown = Shown(request)
         self._text = text
         self._text_parts: list[str] = []
         self._submitted_seconds = time.perf_counter()
@@ -87,7 +90,8 @@ class Row:
             if self._text is None
             else self._text.push(output.token_ids, output.finish)
         )
-        piece = Piece(text, list(output.token_ids[:count]))
+        shown = self.shown.take(output.insight, num_arrived=len(output.token_ids), num_kept=count)
+        piece = Piece(text, list(output.token_ids[:count]), shown)
         self.token_ids += piece.token_ids
         self._text_parts.append(text)
         self.cached_tokens = output.cached_tokens
@@ -117,25 +121,32 @@ class Shape:
     has_text: bool  # False without a tokenizer
     cumulative: bool  # chunks repeat everything so far instead of what is new
     weight_version: str
+    token_text: TokenText | None = None  # the text of one token; None without a tokenizer
 
 
 def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
     """The dict of a finished request; `text` is its whole text."""
-    return _dict(row, text, list(row.token_ids), shape)
+    return _dict(row, text, list(row.token_ids), row.shown.all(), shape)
 
 
 def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:
     """The next chunk of a stream; it shares nothing with the row or with other chunks."""
     if shape.cumulative:
-        chunk = _dict(row, row.text, list(row.token_ids), shape)
+        chunk = _dict(row, row.text, list(row.token_ids), row.shown.all(), shape)
     else:
-        chunk = _dict(row, piece.text, piece.token_ids, shape)
+        chunk = _dict(row, piece.text, piece.token_ids, piece.shown, shape)
     return chunk if shape.single else {**chunk, "index": row.index}
 
 
-def _dict(row: Row, text: str, token_ids: list[int], shape: Shape) -> dict[str, Any]:
-    shown = {"text": text} if shape.has_text else {}
-    return {**shown, "output_ids": token_ids, "meta_info": _meta_info(row, shape)}
+def _dict(row: Row, text: str, token_ids: list[int], shown: ShownPiece, shape: Shape) -> dict[str, Any]:
+    facts = _meta_info(row, shape) | row.shown.meta_info(
+        shown,
+        token_ids=token_ids,
+        has_prompt=len(token_ids) == len(row.token_ids),
+        token_text=shape.token_text,
+    )
+    result = {"output_ids": token_ids, "meta_info": facts}
+    return {"text": text, **result} if shape.has_text else result
 
 
 def _meta_info(row: Row, shape: Shape) -> dict[str, Any]:

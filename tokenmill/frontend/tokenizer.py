@@ -87,6 +87,10 @@ class Tokenizer:
         decode = self._decode_skipping if skip_special_tokens else self._decode_all
         return [decode(ids) for ids in token_ids]
 
+    def token_text(self, token_id: int) -> str:
+        """The text of a single token, special ones included."""
+        return self._decode_all([token_id])
+
     def open_text(self, request: Request) -> TextStream:
         """The growing text of a request, with its stop strings."""
         params = request.params

@@ -19,6 +19,7 @@ from tokenmill.kernels.operands import RowState, StepRows
 from tokenmill.kernels.rows import num_inputs, read_rows
 from tokenmill.kernels.sharing import SharedPrefixes, SharingCosts
 from tokenmill.messages import IntArray, LongArray, RowStarts, StepPlan
+from tokenmill.runner.extras import Extras
 from tokenmill.runner.forest import Forest, Found
 from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
@@ -43,14 +44,6 @@ class SamplingInputs:
     masked_stop_ids_QK: torch.Tensor | None  # int32, padded by -1
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The tokens that a step drew: of the plan's drawing rows, in their order, those at `places`."""
-
-    tokens: torch.Tensor  # int64
-    places: LongArray
-
-
 class Rows:
     """State of all slots, written only here."""
 
@@ -62,10 +55,11 @@ class Rows:
         num_groups: int,
         page_size: int,
         spare_page: int,
+        vocab_size: int,
         device: torch.device,
         sharing: SharingCosts | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self.page_size = page_size
         self.max_length = num_columns * page_size  # tokens of a row
         self.spare_slot = num_slots  # a row of nobody, whose keys and values go to a page of nobody
@@ -81,6 +75,7 @@ class Rows:
             min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
             seed_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
+        self.extras = Extras(num_slots=num_slots, vocab_size=vocab_size, device=device)
         # The host's copy of one group's tables: what rows share in one they share in all.
         self._pages_SC = np.full((num_slots, num_columns), spare_page, dtype=np.int32)
         self._forest = None
@@ -177,7 +172,7 @@ class Rows:
             positions_T=step.position_B,
             slot_mapping_T=tuple(step.cache_slot_GB),
             page_table_RP=tuple(step.page_table_GBC),
-            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=self._device),
+            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
             lengths_R=step.length_B,
             num_decodes=num_rows,
             host_query_lengths=[1] * num_rows,
@@ -217,9 +212,10 @@ class Rows:
     def sampling_needs(self, slots: IntArray) -> SamplingNeeds:
         """What drawing a token for these rows takes, known without asking the device."""
         random = self._is_random_S[slots]
-        return SamplingNeeds(
+        plain = SamplingNeeds(
             random=bool(random.any()), filters=bool((random & self._is_filtered_S[slots]).any())
         )
+        return self.extras.needs(plain, slots)
 
     def hides_stops(self, slots: IntArray, positions: IntArray) -> bool:
         """Whether some row must not stop yet at the token of its position (`min_new_tokens`)."""
@@ -265,6 +261,7 @@ class Rows:
         return self.to_device(ids)
 
     def _start_rows(self, starts: RowStarts) -> None:
+        self.extras.start(starts)
         slots = self.to_device(starts.slots.astype(np.int64))
         self.state.temperature_S[slots] = self.to_device(starts.temperatures)
         self.state.top_k_S[slots] = self.to_device(starts.top_ks)
@@ -279,10 +276,10 @@ class Rows:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return tensor
         # Pinned, so that the copy does not make the host wait for the steps in flight.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def positions(starts: IntArray, counts: IntArray) -> LongArray:

@@ -16,10 +16,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tokenmill.messages import StepPlan
+from tokenmill.messages import LongArray, StepPlan, TokenMasks
 from tokenmill.runner.batch import Rows, SamplingInputs
+from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
-from tokenmill.sampling import mask_stops, sample
+from tokenmill.runner.insight import Shown, Wish, show, wishes
+from tokenmill.runner.processors import HostChanges
+from tokenmill.sampling import SamplingNeeds
 
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
@@ -35,7 +38,26 @@ class Part:
 
     plan: StepPlan
     inputs: SamplingInputs | None
-    logits: torch.Tensor | None  # [Q, V]; None where no row draws
+    made: Unsampled | None  # None where no row draws
+    shown: list[Shown]  # of prompts
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPart:
+    """The same with tokens drawn, and what else the rows asked to see."""
+
+    plan: StepPlan
+    sampled: Sampled | None
+    hidden_QD: torch.Tensor | None  # of the rows that draw; None where none shows it
+    shown: list[Shown]
+    failures: dict[int, str]  # slot -> what went wrong
+    places: LongArray | None = None  # which of the rows that were drawn are the plan's; None: all
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether there is more than tokens."""
+        has_logprobs = self.sampled is not None and self.sampled.logprobs is not None
+        return has_logprobs or self.hidden_QD is not None or bool(self.shown) or bool(self.failures)
 
 
 class EagerSteps:
@@ -60,44 +82,56 @@ class EagerSteps:
                 rest = after
         return parts
 
-    def draw(self, parts: list[Part]) -> torch.Tensor | None:
-        """Queue the drawing of the step's tokens (int64, in the order of its rows) and their way to the rows.
+    def draw(self, parts: list[Part], plan: StepPlan, masks: TokenMasks | None) -> list[DrawnPart]:
+        """Queue the drawing of the plan's tokens and their way to the rows; one result for each part.
 
-        None if no row draws. The list is used up, so that logits are freed as soon as they can be.
+        The list is used up, so that logits are freed as soon as they can be.
         """
-        drawn = []
+        needs = self._rows.sampling_needs(plan.slots[plan.samples])
+        drawn: list[DrawnPart] = []
         while parts:
-            plan = parts[0].plan
-            if parts[0].inputs is None:
-                parts.pop(0)
-            elif (tokens := self._attempt(self._draw, parts.pop(0), plan)) is not None:
-                drawn.append(tokens)
+            piece = parts[0].plan
+            part = self._attempt(lambda part: self._draw(part, needs, masks), parts.pop(0), piece)
+            if part is not None:
+                drawn.append(part)
             else:
-                parts[:0] = self.forward(plan)
-        return (drawn[0] if len(drawn) == 1 else torch.cat(drawn)) if drawn else None
+                parts[:0] = self.forward(piece)
+        return drawn
 
     def _forward(self, plan: StepPlan) -> Part:
         step = self._rows.stage(plan)
         inputs = self._rows.sampling_inputs(plan)
-        if (
-            inputs is None
-        ):  # only keys and values are wanted; a step of no rows at all would be a special case
-            first_token = step.token_ids_T.new_zeros(1)
-            self._executor.forward(step.token_ids_T, step.layout, needed_N=first_token)
-            return Part(plan, None, None)
-        hidden_QD = self._executor.forward(step.token_ids_T, step.layout, needed_N=inputs.last_tokens_Q)
-        return Part(plan, inputs, self._executor.logits(hidden_QD))
+        asked = wishes(self._rows, plan)
+        needed = [] if inputs is None else [inputs.last_tokens_Q]
+        needed += [self._tokens_of(wish) for wish in asked]
+        # With nothing needed only keys and values are wanted; no rows at all would be a special case.
+        needed_N = torch.cat(needed) if needed else step.token_ids_T.new_zeros(1)
+        hidden_ND = self._executor.forward(step.token_ids_T, step.layout, needed_N=needed_N)
+        num_drawing = 0 if inputs is None else len(inputs.slots_Q)
+        shown = show(self._executor, self._rows, plan, asked, hidden_ND[num_drawing:]) if asked else []
+        if inputs is None:
+            return Part(plan, None, None, shown)
+        hidden_QD = hidden_ND[:num_drawing]
+        return Part(plan, inputs, Unsampled(self._executor.logits(hidden_QD), hidden_QD), shown)
 
-    def _draw(self, part: Part) -> torch.Tensor:
-        inputs, logits = part.inputs, part.logits
-        assert inputs is not None
-        assert logits is not None
-        if inputs.masked_stop_ids_QK is not None:
-            every_row = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-            logits = mask_stops(logits.float(), inputs.masked_stop_ids_QK, every_row)
-        tokens = sample(logits, inputs.columns, inputs.needs)
-        self._rows.state.last_token_S[inputs.slots_Q] = tokens
-        return tokens
+    def _tokens_of(self, wish: Wish) -> torch.Tensor:
+        return torch.arange(wish.first_token, wish.first_token + wish.count, device=self._rows.device)
+
+    def _draw(self, part: Part, needs: SamplingNeeds, masks: TokenMasks | None) -> DrawnPart:
+        failures: dict[int, str] = {}
+        if part.inputs is None or part.made is None:
+            return DrawnPart(part.plan, None, None, part.shown, failures)
+        inputs, slots = part.inputs, part.plan.slots[part.plan.samples]
+        changes = HostChanges(
+            self._rows,
+            slots,
+            masks=masks,
+            masked_stop_ids_QK=inputs.masked_stop_ids_QK,
+            failures=failures,
+        )
+        sampled = draw_tokens(self._rows, part.made.logits_QV, inputs.slots_Q, inputs.columns, needs, changes)
+        hidden = part.made.hidden_QD if self._rows.extras.show_hidden(slots) else None
+        return DrawnPart(part.plan, sampled, hidden, part.shown, failures)
 
     # ── when memory runs out ──────────────────────────────────────────────────────────────────
 

@@ -1,8 +1,8 @@
 """CUDA graphs for steps in which every row decodes. Which sizes there are is decided in `capture.py`.
 
 A graph holds the whole step: page-table entries, last tokens, embedding, layers, logits, sampling, and the
-write of the new last tokens. Its inputs are the rows' slots, positions and new pages, in one copy; everything
-else lies in the persistent rows.
+write of the new last tokens; a late one ends with the logits. Its inputs are the rows' slots, positions and
+new pages, in one copy; everything else lies in the persistent rows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tokenmill.messages import StepPlan
-from tokenmill.runner.batch import Drawn, Rows
+from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy
+from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.recorder import Graph, Recorder, StepKind, step_kind
-from tokenmill.sampling import SamplingColumns, sample
+from tokenmill.sampling import SamplingColumns
 
 _log = logging.getLogger("tokenmill")
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("tokenmill")
 class _Captured:
     """A captured step for a fixed number of rows. The tensors are the graph's own."""
 
-    graph: Graph
+    graph: Graph[Sampled | Unsampled]
     inputs_FB: torch.Tensor  # int32, see `read_rows`
 
 
@@ -41,18 +41,19 @@ class DecodeGraphs:
         self._recorder = recorder
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
 
-    def replay(self, plan: StepPlan) -> Drawn | None:
-        """Queue a step whose rows all decode; its tokens are valid until the next replay of this size.
+    def replay(self, plan: StepPlan, *, late: bool) -> Sampled | Unsampled | None:
+        """Queue a step whose rows all decode, if `late` up to its logits; it may have made more rows.
 
-        None: there is no graph that is large enough, and no memory to capture one.
+        What it made is valid until the next replay. None: there is no graph that is large enough, and no
+        memory to capture one.
         """
-        captured = self._graph(len(plan.slots), step_kind(self._rows, plan))
+        captured = self._graph(len(plan.slots), step_kind(self._rows, plan, late=late))
         if captured is None:
             return None
         inputs = self._rows.decode_inputs(plan, size=captured.inputs_FB.shape[1])
         captured.inputs_FB.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return Drawn(captured.graph.tokens[: len(plan.slots)], np.arange(len(plan.slots)))
+        return captured.graph.made
 
     def _graph(self, num_rows: int, kind: StepKind) -> _Captured | None:
         """A graph for at least so many rows, captured now if the policy wants it."""
@@ -76,11 +77,16 @@ class DecodeGraphs:
         return _Captured(graph, inputs_FB)
 
 
-def decode_step(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind) -> torch.Tensor:
-    """One token of each row, from what `Rows.decode_inputs` says of it; the tokens drawn (int64)."""
+def decode_step(
+    executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind
+) -> Sampled | Unsampled:
+    """One token of each row, from what `Rows.decode_inputs` says of it."""
     step = rows.read(inputs_FB)
     layout = rows.decode_layout(step, longest=kind.longest, max_pieces=kind.max_pieces)
     hidden_BD = executor.forward(step.token_id_B, layout)
+    logits_BV = executor.logits(hidden_BD)
+    if kind.late:
+        return Unsampled(logits_BV, hidden_BD)
     columns = SamplingColumns(
         temperatures_R=step.temperature_B,
         top_ks_R=step.top_k_B,
@@ -89,6 +95,4 @@ def decode_step(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: S
         seeds_R=step.seed_B,
         positions_R=step.drawn_position_B,
     )
-    tokens_B = sample(executor.logits(hidden_BD), columns, kind.needs)
-    rows.state.last_token_S[step.slot_B] = tokens_B
-    return tokens_B
+    return draw_tokens(rows, logits_BV, step.slot_B, columns, kind.needs)

@@ -18,7 +18,7 @@ import torch
 
 from tokenmill.attention.base import StepLayout
 from tokenmill.messages import IntArray, LongArray, StepPlan
-from tokenmill.runner.batch import Drawn, Rows, positions
+from tokenmill.runner.batch import Rows, positions
 from tokenmill.runner.capture import at_least
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.recorder import Graph, Recorder, StepKind, step_kind
@@ -60,7 +60,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: Graph
+    graph: Graph[torch.Tensor]
     inputs: torch.Tensor  # int32, as `pack` makes them
 
 
@@ -80,9 +80,10 @@ class PromptGraphs:
         self._steps: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, _Captured] = {}
 
-    def replay(self, plan: StepPlan) -> Drawn | None:
-        """Queue a step; its tokens are valid until the next replay.
+    def replay(self, plan: StepPlan) -> tuple[torch.Tensor, LongArray] | None:
+        """Queue a step; the tokens (int64) that it draws, and which of them are those of the rows that draw.
 
+        They are valid until the next replay. No row may have extras.
         The rows must be up to date with the plan, page tables included. None: there is no graph for it (yet).
         """
         shape = self._shape(plan)
@@ -92,7 +93,7 @@ class PromptGraphs:
         inputs = pack(plan, shape, spare_slot=self._rows.spare_slot)
         captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return Drawn(captured.graph.tokens, _row_places(plan, shape)[plan.samples])
+        return captured.graph.made, _row_places(plan, shape)[plan.samples]
 
     def _shape(self, plan: StepPlan) -> StepShape | None:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes

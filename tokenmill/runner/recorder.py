@@ -6,7 +6,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from tokenmill.messages import StepPlan
 from tokenmill.runner.batch import Rows
 from tokenmill.sampling import SamplingNeeds
 
+_Made = TypeVar("_Made")
 _log = logging.getLogger("tokenmill")
 
 # Rows that read no more keys than this by themselves are not split where rows are many, and a graph of only
@@ -28,29 +30,37 @@ class StepKind:
     needs: SamplingNeeds
     longest: int | None = None  # bound of the keys that a decoding row reads by itself; None: all it can have
     max_pieces: int = 0  # bound of the pieces that shared prefixes leave in a row; 0: nothing is shared
+    late: bool = False  # whether the step ends with its logits, and the tokens are drawn outside of it
 
 
-def step_kind(rows: Rows, plan: StepPlan) -> StepKind:
+# A step that ends with its logits does not care how the tokens are drawn.
+_LATE = SamplingNeeds(random=True, filters=False)
+
+
+def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
     """The kind of a step; what its decoding rows share is brought up to date."""
     needs = rows.sampling_needs(plan.slots)
     # Greedy rows are drawn by the same kernels as random ones.
-    needs = SamplingNeeds(random=True, filters=needs.random and needs.filters)
+    needs = _LATE if late else replace(needs, random=True, filters=needs.random and needs.filters)
     slots, positions = plan.slots[: plan.num_decodes], plan.starts[: plan.num_decodes]
     if not len(slots):
-        return StepKind(needs, SHORT_KEYS)
+        return StepKind(needs, SHORT_KEYS, late=late)
     found = rows.find_shared(slots, positions)
     longest = int(positions.max()) + 1 if found is None else found.longest_own
     return StepKind(
-        needs, SHORT_KEYS if longest <= SHORT_KEYS else None, 0 if found is None else found.max_pieces
+        needs,
+        SHORT_KEYS if longest <= SHORT_KEYS else None,
+        0 if found is None else found.max_pieces,
+        late=late,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """A captured step. The tensor is the graph's own."""
+class Graph(Generic[_Made]):
+    """A captured step. What it makes lies in tensors of its own, valid until the next replay of any graph."""
 
     graph: torch.cuda.CUDAGraph
-    tokens: torch.Tensor  # int64, what a replay drew; valid until the next one
+    made: _Made
     seconds: float  # that the capture took
 
     def replay(self) -> None:
@@ -70,8 +80,8 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         self._used = False
 
-    def record(self, step: Callable[[], torch.Tensor], title: str) -> Graph:
-        """Capture `step`, which returns the tokens it draws and may run on nobody's rows meanwhile.
+    def record(self, step: Callable[[], _Made], title: str) -> Graph[_Made]:
+        """Capture `step`, which returns the tensors it makes and may run on nobody's rows meanwhile.
 
         Raises torch.OutOfMemoryError if there is no memory for the graph.
         """
@@ -82,28 +92,28 @@ class Recorder:
                 step()
             self._used = True
             try:
-                graph, tokens = self._capture(step)
+                graph, made = self._capture(step)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # something sets itself up at its first use, not in a capture
                 _log.warning("capturing %s failed, trying again after a run: %s", title, error)
                 step()
-                graph, tokens = self._capture(step)
+                graph, made = self._capture(step)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         seconds = time.perf_counter() - began
         _log.debug("captured %s, in %.3f s", title, seconds)
-        return Graph(graph, tokens, seconds)
+        return Graph(graph, made, seconds)
 
-    def _capture(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """The step as a graph, and the tokens it will draw. Nothing runs."""
+    def _capture(self, step: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
+        """The step as a graph, and what it will make. Nothing runs."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (a second engine) may go on using the device meanwhile.
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         try:
-            tokens = step()
+            made = step()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is void, which is no news
                 graph.capture_end()
             raise
         graph.capture_end()
-        return graph, tokens
+        return graph, made

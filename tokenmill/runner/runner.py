@@ -16,17 +16,19 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.hub import resolve
-from tokenmill.messages import BoolArray, EngineFacts, StepPlan, StepResult
+from tokenmill.messages import EngineFacts, StepPlan, StepResult, TokenMasks
 from tokenmill.models import ModelSpec, read_spec
-from tokenmill.runner.batch import Drawn, Rows
+from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy, row_seconds
-from tokenmill.runner.eager import EagerSteps, Part
+from tokenmill.runner.drawing import Sampled, Unsampled
+from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.memory import PoolSize, build_executor
 from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.recorder import Recorder
+from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
 
 _log = logging.getLogger("tokenmill")
@@ -44,16 +46,7 @@ class _Launched:
 
     plan: StepPlan
     parts: list[Part]
-    drawn: Drawn | None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A step whose tokens are on their way to the host."""
-
-    samples: BoolArray
-    drawn: Drawn | None  # on the host once `ready`
-    ready: torch.cuda.Event | None
+    drawn: DrawnPart | None
 
 
 class LocalRunner:
@@ -84,6 +77,7 @@ class LocalRunner:
                 num_groups=1 + max(layer.group for layer in spec.attention),
                 page_size=config.page_size,
                 spare_page=size.num_pages,
+                vocab_size=spec.vocab_size,
                 device=placement.device,
                 sharing=self._executor.sharing,
             )
@@ -93,7 +87,7 @@ class LocalRunner:
             self._graphs = _graphs(self._executor, self._rows, placement, weights)
         clock.lap("pool")
         self._launched: _Launched | None = None
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[Results] = deque()
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
         self.facts = _facts(config, spec, placement, size, weights, clock.seconds)
 
@@ -103,29 +97,24 @@ class LocalRunner:
             if len(plan.copy_sources):
                 self._copy_pages(plan)
             self._rows.update(plan)
-            drawn = self._replay(plan)
-            parts = self._steps.forward(plan) if drawn is None else []
-            self._launched = _Launched(plan, parts, drawn)
+            replayed = self._replay(plan)
+            if isinstance(replayed, DrawnPart):
+                self._launched = _Launched(plan, [], replayed)
+            else:
+                parts = self._steps.forward(plan) if replayed is None else [replayed]
+                self._launched = _Launched(plan, parts, None)
 
-    def sample(self, masks: None) -> None:
+    def sample(self, masks: TokenMasks | None) -> None:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
         with torch.inference_mode():
-            drawn = step.drawn
-            if drawn is None and (tokens := self._steps.draw(step.parts)) is not None:
-                drawn = Drawn(tokens, np.arange(len(tokens)))
-            self._in_flight.append(self._send(step.plan, drawn))
+            drawn = self._steps.draw(step.parts, step.plan, masks) if step.drawn is None else [step.drawn]
+            self._in_flight.append(Results(step.plan, drawn, self._device))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its tokens."""
-        step = self._in_flight.popleft()
-        token_ids = np.full(len(step.samples), -1, dtype=np.int32)
-        if step.drawn is not None:
-            if step.ready is not None:
-                step.ready.synchronize()
-            token_ids[step.samples] = step.drawn.tokens.numpy()[step.drawn.places]
-        return StepResult(token_ids)
+        """Wait for the oldest step and return its tokens, and what else its rows asked for."""
+        return self._in_flight.popleft().result()
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Answer a question about the device: `memory` gives bytes in use and free."""
@@ -141,28 +130,33 @@ class LocalRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _replay(self, plan: StepPlan) -> Drawn | None:
+    def _replay(self, plan: StepPlan) -> DrawnPart | Part | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
         graphs, ends = self._graphs, plan.starts + plan.counts
-        if self._rows.hides_stops(plan.slots[plan.samples], ends[plan.samples]):
-            graphs = None
-        if graphs is not None and plan.num_decodes == len(plan.slots):
-            drawn = graphs.decodes.replay(plan)
-            if drawn is None:
-                self._rows.write_pages(plan)
-            return drawn
+        late = self._rows.extras.are_late(plan.slots) or self._rows.hides_stops(
+            plan.slots[plan.samples], ends[plan.samples]
+        )
+        only_decodes = plan.num_decodes == len(plan.slots)
+        if graphs is not None and only_decodes:
+            made = graphs.decodes.replay(plan, late=late)
+            if made is not None:
+                return self._made(plan, made)
         self._rows.write_pages(plan)
-        return None if graphs is None else graphs.prompts.replay(plan)
+        if graphs is None or only_decodes or late or self._rows.extras.exist(plan.slots):
+            return None
+        replayed = graphs.prompts.replay(plan)
+        if replayed is None:
+            return None
+        tokens, places = replayed
+        return DrawnPart(plan, Sampled(tokens, None), None, [], {}, places)
 
-    def _send(self, plan: StepPlan, drawn: Drawn | None) -> _InFlight:
-        """Queue the way of the tokens to the host."""
-        if drawn is None or self._device.type == "cpu":
-            return _InFlight(plan.samples, drawn, None)
-        host = torch.empty(drawn.tokens.shape, dtype=drawn.tokens.dtype, pin_memory=True)
-        host.copy_(drawn.tokens, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
-        return _InFlight(plan.samples, Drawn(host, drawn.places), ready)
+    def _made(self, plan: StepPlan, made: Sampled | Unsampled) -> DrawnPart | Part:
+        """The plan's rows of what a graph made; the others are spare ones."""
+        count = len(plan.slots)
+        if isinstance(made, Sampled):
+            return DrawnPart(plan, made, None, [], {}, np.arange(count))
+        unsampled = Unsampled(made.logits_QV[:count], made.hidden_QD[:count])
+        return Part(plan, self._rows.sampling_inputs(plan), unsampled, [])
 
     def _copy_pages(self, plan: StepPlan) -> None:
         sources = torch.from_numpy(plan.copy_sources.astype(np.int64)).to(self._device)

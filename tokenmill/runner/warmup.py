@@ -76,6 +76,7 @@ class Scout:
             num_groups=1 + max(layer.group for layer in layers),
             page_size=config.page_size,
             spare_page=0,
+            vocab_size=spec.vocab_size,
             device=placement.device,
             sharing=self._executor.sharing,
         )
@@ -121,7 +122,7 @@ class Scout:
         self._executor.logits(hidden_TD[:max_rows]).float()  # as the masking of stop tokens does
 
     def _run(self, plan: StepPlan) -> None:
-        self._steps.draw(self._steps.forward(plan))
+        self._steps.draw(self._steps.forward(plan), plan, None)
         self._forget_tokens()
 
     def _decode(self, size: int, kind: StepKind) -> None:

@@ -28,3 +28,9 @@ class SamplingNeeds:
 
     random: bool  # some row is not greedy
     filters: bool  # some random row uses top_k, top_p or min_p
+    penalties: bool = False  # some row has penalties
+    num_biases: int = 0  # room for biases that a row can have; 0: no row has any
+    num_top: int | None = (
+        None  # likeliest tokens to tell the log-probabilities of; None: not even of the drawn
+    )
+    num_given: int = 0  # room for token ids that a row wants the log-probabilities of

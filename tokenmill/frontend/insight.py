@@ -1,0 +1,144 @@
+"""Log-probabilities and hidden states on their way to the caller: from columns to the keys of `meta_info`.
+
+Owns SGLang's layout of them: a tuple (log-probability, token id, text or None) for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from tokenmill.messages import FloatArray, Insight, LogprobOptions, Logprobs, Request
+
+TokenText = Callable[[int], str]
+LogprobTuple = tuple[float | None, int, str | None]
+
+
+class Shown:
+    """What one request was shown so far, cut to the tokens of its output."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._prompt_logprobs: Logprobs | None = None
+        self._logprobs: list[Logprobs] = []
+        self._hidden: list[FloatArray] = []
+        self._next_token: list[int] = []  # drawn for its log-probability only
+
+    def take(self, insight: Insight | None, *, num_arrived: int, num_kept: int) -> ShownPiece:
+        """Add what came with `num_arrived` tokens, of which the first `num_kept` belong to the output."""
+        if insight is None:
+            return ShownPiece(None, None)
+        if insight.prompt_logprobs is not None:
+            self._prompt_logprobs = insight.prompt_logprobs
+        if insight.next_token is not None:
+            self._next_token = [insight.next_token]
+        logprobs, hidden = insight.logprobs, insight.hidden_states
+        num_cut = num_arrived - num_kept
+        if logprobs is not None:
+            logprobs = logprobs.at(slice(0, len(logprobs.token_N) - num_cut))
+            self._logprobs.append(logprobs)
+        if hidden is not None:
+            if self._request.hidden_states == "all":
+                hidden = hidden[: len(hidden) - num_cut]
+            self._hidden.append(hidden)
+        return ShownPiece(logprobs, hidden)
+
+    def all(self) -> ShownPiece:
+        """Everything so far."""
+        return ShownPiece(
+            Logprobs.joined(self._logprobs) if self._logprobs else None,
+            np.concatenate(self._hidden) if self._hidden else None,
+        )
+
+    def meta_info(
+        self, piece: ShownPiece, *, token_ids: Sequence[int], has_prompt: bool, token_text: TokenText | None
+    ) -> dict[str, Any]:
+        """The keys for a piece of the output or all of it.
+
+        `token_ids` are the piece's tokens; `has_prompt` says whether it begins with the first of them.
+        """
+        facts: dict[str, Any] = {}
+        options = self._request.logprobs
+        if options is not None:
+            text = token_text if options.with_text else None
+            facts |= _output_logprobs(piece.logprobs, [*token_ids, *self._next_token], options, text)
+            facts |= _input_logprobs(self._prompt_logprobs, self._request, options, text)
+        if self._request.hidden_states is not None:
+            facts["hidden_states"] = _hidden_states(piece.hidden, self._request, has_prompt=has_prompt)
+        return facts
+
+
+class ShownPiece:
+    """What came with some tokens."""
+
+    def __init__(self, logprobs: Logprobs | None, hidden: FloatArray | None) -> None:
+        self.logprobs = logprobs
+        self.hidden = hidden
+
+
+def _output_logprobs(
+    logprobs: Logprobs | None, token_ids: Sequence[int], options: LogprobOptions, text: TokenText | None
+) -> dict[str, Any]:
+    if logprobs is None:
+        return _named("output", [], [], [], options) | {"output_token_logprobs_length": 0}
+    named = _named("output", *_columns(logprobs, token_ids, options, text), options)
+    return named | {"output_token_logprobs_length": len(logprobs.token_N)}
+
+
+def _input_logprobs(
+    logprobs: Logprobs | None, request: Request, options: LogprobOptions, text: TokenText | None
+) -> dict[str, Any]:
+    if logprobs is None:
+        return _named("input", [], [], [], options)
+    ids = request.prompt_ids[options.prompt_start :].tolist()
+    return _named("input", *_columns(logprobs, ids, options, text), options)
+
+
+def _named(
+    side: str, tokens: list[Any], top: list[Any], given: list[Any], options: LogprobOptions
+) -> dict[str, Any]:
+    facts = {f"{side}_token_logprobs": tokens}
+    if options.num_top:
+        facts[f"{side}_top_logprobs"] = top
+    if options.token_ids:
+        facts[f"{side}_token_ids_logprobs"] = given
+    return facts
+
+
+def _columns(
+    logprobs: Logprobs, ids: Sequence[int], options: LogprobOptions, text: TokenText | None
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """One entry for each position: of the token, of the likeliest, of the given ids."""
+    if (
+        len(ids) and logprobs.token_N[0] != logprobs.token_N[0]
+    ):  # nothing precedes the first token of a prompt
+        tokens, tops, givens = _columns(logprobs.at(slice(1, None)), ids[1:], options, text)
+        first = (None, ids[0], None if text is None else text(ids[0]))
+        return [first, *tokens], [None, *tops], [None, *givens]
+    return (
+        list(_tuples(logprobs.token_N, ids, text)),
+        [
+            list(_tuples(values, top_ids.tolist(), text))
+            for values, top_ids in zip(logprobs.top_NK, logprobs.top_ids_NK, strict=True)
+        ],
+        [list(_tuples(values, options.token_ids, text)) for values in logprobs.given_NI],
+    )
+
+
+def _tuples(values: FloatArray, ids: Sequence[int], text: TokenText | None) -> Iterable[LogprobTuple]:
+    texts: Iterable[str | None] = repeat(None, len(ids)) if text is None else map(text, ids)
+    return zip(values.tolist(), ids, texts, strict=True)
+
+
+def _hidden_states(hidden: FloatArray | None, request: Request, *, has_prompt: bool) -> Any:
+    """One entry for each token: for the first the states of the whole prompt, then of one position each."""
+    if hidden is None:
+        return []
+    if request.hidden_states == "last":
+        return hidden[-1].tolist()
+    num_prompt = len(request.prompt_ids) if has_prompt else 0
+    states = hidden.tolist()
+    return [states[:num_prompt], *states[num_prompt:]] if has_prompt else states

@@ -1,0 +1,38 @@
+"""Masks of allowed tokens on the GPU. The reference is `sampling/masks.py`."""
+
+# Triton rewrites these functions: their arguments are pointers and scalars of its own language.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = tl.constexpr(4096)
+
+
+def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Tensor) -> torch.Tensor:
+    """See `sampling.masks.apply_masks`; the logits of a row must be contiguous."""
+    assert logits_RV.stride(1) == 1, "rows of logits are contiguous"
+    assert bits_MW.is_contiguous(), "masks are contiguous"
+    num_masks, num_words = bits_MW.shape
+    vocab_size = logits_RV.shape[1]
+    if num_masks:
+        grid = (triton.cdiv(vocab_size, _BLOCK.value), num_masks)
+        _mask_kernel[grid](
+            logits_RV, logits_RV.stride(0), vocab_size, rows_M, bits_MW, num_words, num_warps=8
+        )
+    return logits_RV
+
+
+@triton.jit
+def _mask_kernel(logits, logits_stride, vocab_size, rows, bits, num_words):
+    mask = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+    row = tl.load(rows + mask).to(tl.int64)
+    words = ids // 32
+    word = tl.load(bits + mask * num_words + words, mask=words < num_words, other=0)
+    forbidden = ((word >> (ids % 32)) & 1) == 0
+    place = logits + row * logits_stride + ids
+    tl.store(place, float("-inf"), mask=forbidden & (ids < vocab_size))

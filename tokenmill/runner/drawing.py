@@ -1,0 +1,78 @@
+"""From logits to tokens: penalties, masks, biases, processors, draw, log-probabilities, in this order.
+
+The same function draws in captured steps and outside of them; what only the host knows comes in `Changes`.
+Shapes: Q rows that draw, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.runner.batch import Rows
+from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample
+from tokenmill.sampling.logprobs import TokenLogprobs, effective_temperatures, token_logprobs
+
+
+class Changes:
+    """What the host does to logits before a draw; this one does nothing."""
+
+    def mask(self, logits_QV: torch.Tensor) -> torch.Tensor:
+        """Logits without the tokens that are not allowed; may work in place."""
+        return logits_QV
+
+    def process(self, logits_QV: torch.Tensor) -> torch.Tensor:
+        """Logits as the rows' processors want them; may work in place."""
+        return logits_QV
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of Q rows, and their log-probabilities where some row wants them."""
+
+    tokens_Q: torch.Tensor  # int64
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsampled:
+    """A step up to its logits."""
+
+    logits_QV: torch.Tensor
+    hidden_QD: torch.Tensor
+
+
+NO_CHANGES = Changes()
+
+
+def draw_tokens(
+    rows: Rows,
+    logits_QV: torch.Tensor,
+    slots_Q: torch.Tensor,
+    columns: SamplingColumns,
+    needs: SamplingNeeds,
+    changes: Changes = NO_CHANGES,
+) -> Sampled:
+    """Draw a token for each row, which becomes its last token; `logits_QV` may be overwritten."""
+    adjustments = rows.extras.adjustments
+    if needs.penalties:
+        logits_QV = adjustments.penalize(logits_QV, slots_Q)
+    logits_QV = changes.mask(logits_QV)
+    if needs.num_biases:
+        logits_QV = adjustments.add_biases(logits_QV, slots_Q)
+    logits_QV = changes.process(logits_QV)
+    tokens_Q = sample(logits_QV, columns, needs)
+    logprobs = None
+    if needs.num_top is not None:
+        logprobs = token_logprobs(
+            logits_QV,
+            effective_temperatures(columns.temperatures_R, columns.top_ks_R),
+            tokens_Q,
+            rows.extras.given_ids(slots_Q, needs),
+            num_top=needs.num_top,
+        )
+    if needs.penalties:
+        adjustments.count(tokens_Q, slots_Q)
+    rows.state.last_token_S[slots_Q] = tokens_Q
+    return Sampled(tokens_Q, logprobs)

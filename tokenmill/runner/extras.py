@@ -1,0 +1,124 @@
+"""What rows need beyond a plain draw: penalties, biases, log-probabilities, hidden states, masks, processors.
+
+Owns it slot by slot, on the host as columns that tell in one look what a step needs, on the device as tables.
+Shapes: S slots, R rows of a step, I token ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from tokenmill.messages import IntArray, RowExtras, RowStarts
+from tokenmill.sampling import Adjustments, SamplingNeeds
+
+_NO_LOGPROBS = -1
+
+
+class Extras:
+    """The extras of all slots; a slot without any costs a step nothing."""
+
+    def __init__(self, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.adjustments = Adjustments(num_slots=num_slots, vocab_size=vocab_size, device=device)
+        self._device = device
+        self._of_slot: dict[int, RowExtras] = {}
+        self._is_penalized_S = np.zeros(num_slots, dtype=np.bool_)
+        self._is_biased_S = np.zeros(num_slots, dtype=np.bool_)
+        self._num_top_S = np.full(num_slots, _NO_LOGPROBS, dtype=np.int32)
+        self._num_given_S = np.zeros(num_slots, dtype=np.int32)
+        self._is_late_S = np.zeros(num_slots, dtype=np.bool_)
+        self._shows_hidden_S = np.zeros(num_slots, dtype=np.bool_)
+        # Ids of which a row wants the log-probabilities, padded by 0; wide enough for the longest so far.
+        self._given_ids_SI = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
+
+    def start(self, starts: RowStarts) -> None:
+        """Rows begin with these extras; whatever was in their slots is forgotten."""
+        if not self._of_slot and not starts.extras:
+            return
+        extras = starts.extras or (None,) * len(starts.slots)
+        for slot, row in zip(starts.slots.tolist(), extras, strict=True):
+            if slot in self._of_slot:
+                self._forget(slot)
+            if row is not None:
+                self._start(slot, row)
+
+    def get(self, slot: int) -> RowExtras | None:
+        """The extras of one slot."""
+        return self._of_slot.get(slot)
+
+    def are_late(self, slots: IntArray) -> bool:
+        """Whether some of these rows draw only after the host has had its say, or show more than tokens."""
+        return bool(self._of_slot) and bool(self._is_late_S[slots].any())
+
+    def exist(self, slots: IntArray) -> bool:
+        """Whether some of these rows have extras."""
+        return bool(self._of_slot) and any(slot in self._of_slot for slot in slots.tolist())
+
+    def show_hidden(self, slots: IntArray) -> bool:
+        """Whether some of these rows show hidden states."""
+        return bool(self._of_slot) and bool(self._shows_hidden_S[slots].any())
+
+    def needs(self, needs: SamplingNeeds, slots: IntArray) -> SamplingNeeds:
+        """What these rows need of a draw, added to what their plain parameters need."""
+        if not self._of_slot:
+            return needs
+        num_top = int(self._num_top_S[slots].max(initial=_NO_LOGPROBS))
+        return replace(
+            needs,
+            penalties=bool(self._is_penalized_S[slots].any()),
+            num_biases=self.adjustments.num_biases if self._is_biased_S[slots].any() else 0,
+            num_top=None if num_top == _NO_LOGPROBS else _rounded_up(num_top),
+            num_given=self._given_ids_SI.shape[1] if self._num_given_S[slots].any() else 0,
+        )
+
+    def given_ids(self, slots_R: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
+        """The ids of which these rows want the log-probabilities, int64 [R, I]."""
+        return self._given_ids_SI[slots_R, : needs.num_given]
+
+    def _start(self, slot: int, row: RowExtras) -> None:
+        self._of_slot[slot] = row
+        penalties = (row.frequency_penalty, row.presence_penalty, row.repetition_penalty)
+        if penalties != (0.0, 0.0, 1.0):
+            self._is_penalized_S[slot] = True
+            frequency, presence, repetition = penalties
+            self.adjustments.set_penalties(
+                slot,
+                frequency=frequency,
+                presence=presence,
+                repetition=repetition,
+                output_ids=row.output_ids,
+                prompt_ids=row.prompt_ids if row.penalize_prompt else row.prompt_ids[:0],
+            )
+        if row.logit_bias:
+            self._is_biased_S[slot] = True
+            self.adjustments.set_biases(slot, row.logit_bias)
+        if row.logprobs is not None:
+            self._num_top_S[slot] = row.logprobs.num_top
+            self._set_given_ids(slot, row.logprobs.token_ids)
+        self._shows_hidden_S[slot] = row.hidden_states is not None
+        self._is_late_S[slot] = row.is_masked or row.processor is not None or self._shows_hidden_S[slot]
+
+    def _forget(self, slot: int) -> None:
+        if self._is_penalized_S[slot] or self._is_biased_S[slot]:
+            self.adjustments.clear(slot)
+        self._is_penalized_S[slot] = self._is_biased_S[slot] = False
+        self._is_late_S[slot] = self._shows_hidden_S[slot] = False
+        self._num_top_S[slot] = _NO_LOGPROBS
+        self._num_given_S[slot] = 0
+        del self._of_slot[slot]
+
+    def _set_given_ids(self, slot: int, token_ids: tuple[int, ...]) -> None:
+        self._num_given_S[slot] = len(token_ids)
+        if len(token_ids) > self._given_ids_SI.shape[1]:  # the old table is left to captured steps
+            wider_SI = self._given_ids_SI.new_zeros((len(self._given_ids_SI), _rounded_up(len(token_ids))))
+            wider_SI[:, : self._given_ids_SI.shape[1]] = self._given_ids_SI
+            self._given_ids_SI = wider_SI
+        if token_ids:
+            self._given_ids_SI[slot, : len(token_ids)] = torch.tensor(token_ids, device=self._device)
+
+
+def _rounded_up(count: int) -> int:
+    """To a power of two, so that steps come in few kinds; 0 stays 0."""
+    return 1 << (count - 1).bit_length() if count else 0
