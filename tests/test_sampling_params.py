@@ -52,10 +52,6 @@ DEFAULTS = {
 }
 LATER = {
     "stop_regex",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
     "custom_params",
     "beam_width",
     "watermark",
@@ -164,11 +160,6 @@ def test_values_out_of_range_name_field_and_value(name: str, refused: list[Any])
     [
         ("stop_regex", r"\d"),
         ("stop_regex", ["["]),
-        ("json_schema", '{"type": "object"}'),
-        ("json_schema", {"type": "object"}),
-        ("regex", "a+"),
-        ("ebnf", 'root ::= "a"'),
-        ("structural_tag", "{}"),
         ("custom_params", {"a": 1}),
         ("beam_width", 2),
         ("watermark", True),

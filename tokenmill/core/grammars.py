@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
-from tokenmill.grammar.base import check_backend, open_backend
+from tokenmill.grammar.backends import check_backend, open_backend
 from tokenmill.messages import EngineFacts, Finish, IntArray, Request, TokenMasks
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Room for large schemas; what needs more is hostile or hopeless.
 _MAX_LEXER_STATES = 50_000
 # Fewer matchers than this are done before other threads have woken up.
-_FEW = 4
+_FEW = 16
 
 
 class LlguidanceMatcher:

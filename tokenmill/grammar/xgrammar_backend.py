@@ -16,7 +16,7 @@ from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.messages import Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
-_FEW = 4
+_FEW = 16
 _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
 # The library passes over keywords of a schema that it does not know; outputs would break the schema.
