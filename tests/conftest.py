@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,15 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return build(family, dtype, tuple(sorted(settings.items())))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> Iterator[Any]:
+    """An engine of the bundled model; tests of words leave it as they found it."""
+    import tokenmill as sgl
+
+    with sgl.Engine(model_path="tiny") as engine:
+        yield engine
 
 
 def byte_tokenizer() -> Any:

@@ -264,7 +264,7 @@ def test_a_device_may_carry_its_index() -> None:
 def test_choices_we_do_not_offer_are_replaced_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert resolve(attention_backend="flashinfer").attention_backend == "auto"
     assert resolve(schedule_policy="dfs-weight").schedule_policy == "lpm"
-    assert resolve(schedule_policy="random").schedule_policy == "fcfs"
+    assert resolve(schedule_policy="hrrn").schedule_policy == "fcfs"
     assert len(warnings_of(caplog)) == 3
     with pytest.raises(
         InvalidArgument, match="attention_backend must be one of 'auto', 'native', 'torch', 'triton'"
@@ -292,6 +292,9 @@ def test_choices_we_do_not_offer_are_replaced_with_a_warning(caplog: pytest.LogC
         ("steps_in_flight", 0),
         ("stream_interval", 0),
         ("random_seed", 2**64),
+        ("max_queued_requests", -1),
+        ("default_priority_value", 2**63),
+        ("priority_scheduling_preemption_threshold", -1),
         ("dtype", "int8"),
         ("load_format", "gguf"),
         ("schedule_policy", "shortest"),
@@ -348,6 +351,28 @@ def test_given_dicts_are_copied() -> None:
     config = resolve(json_model_override_args=overrides)
     overrides["b"] = 2
     assert config.json_model_override_args == {"a": 1}
+
+
+def test_priorities_need_an_order_that_they_can_refine() -> None:
+    for policy in ("fcfs", "lof"):
+        config = resolve(enable_priority_scheduling=True, schedule_policy=policy)
+        assert config.schedule_policy == policy
+    for policy in ("lpm", "random", "dfs-weight"):
+        with pytest.raises(InvalidArgument, match=r"enable_priority_scheduling needs .*'fcfs' or 'lof'"):
+            resolve(enable_priority_scheduling=True, schedule_policy=policy)
+        # The two may come from different places.
+        with pytest.raises(InvalidArgument, match="enable_priority_scheduling"):
+            resolve(server_args={"schedule_policy": policy}, enable_priority_scheduling=True)
+
+
+def test_what_has_no_effect_without_priorities_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"default_priority_value": 5, "disable_priority_preemption": True}
+    resolve(**settings, priority_scheduling_preemption_threshold=3, enable_priority_scheduling=True)
+    assert warnings_of(caplog) == []
+    resolve(**settings)
+    resolve(**settings)
+    assert [line.split()[0] for line in warnings_of(caplog)] == sorted(settings)
+    assert all("enable_priority_scheduling=True" in line for line in warnings_of(caplog))
 
 
 # ── server_args ──

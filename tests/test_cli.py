@@ -28,13 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class FakeTokenizer:
-    """A chat template that writes the conversation as one code point per character."""
-
-    chat_template = "present"
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return [ord(c) for m in messages for c in f"<{m['role']}>{m['content']}"]
+    chat_template: str | None = "present"
 
 
 class FakeEngine:
@@ -46,6 +40,7 @@ class FakeEngine:
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
+        self.config = EngineConfig(chat_template=arguments.get("chat_template"))
         self.calls: list[dict[str, Any]] = []
         self.closed = False
         FakeEngine.last = self
@@ -65,21 +60,25 @@ class FakeEngine:
 
     def generate(
         self,
-        prompt: list[str] | None = None,
+        prompt: list[str],
         sampling_params: Any = None,
-        input_ids: list[int] | None = None,
         stream: bool = False,
     ) -> Any:
-        self.calls.append({"prompt": prompt, "params": sampling_params, "ids": input_ids})
+        self.calls.append({"prompt": prompt, "params": sampling_params})
         if self.error is not None:
             raise self.error
-        if prompt is None:
-            assert stream
-            return iter([chunk(0, "an "), chunk(0, "answer", done=True)])
         flat = [p for p in prompt for _ in range(sampling_params.n)]
         if stream:
             return self.interleaved(flat)
         return [chunk(i, f" {p}!", done=True) for i, p in enumerate(flat)]
+
+    def chat(self, messages: list[dict[str, str]], sampling_params: Any, *, stream: bool) -> Any:
+        conversation = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        self.calls.append({"conversation": conversation, "params": sampling_params})
+        if self.error is not None:
+            raise self.error
+        assert stream
+        return iter([chunk(0, "an "), chunk(0, "answer", done=True)])
 
     @staticmethod
     def interleaved(flat: list[str]) -> Iterator[dict[str, Any]]:
@@ -339,7 +338,7 @@ def test_json_stream_has_one_object_per_chunk_in_input_order(
 
 
 def conversations() -> list[str]:
-    return ["".join(map(chr, call["ids"])) for call in FakeEngine.last.calls]
+    return [call["conversation"] for call in FakeEngine.last.calls]
 
 
 @pytest.mark.unit
@@ -381,6 +380,9 @@ def test_chat_needs_a_template(
     typed("Hi\n")
     assert main(["chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
+    typed("Hi\n")
+    assert main(["chat", "--chat-template", "{{ messages[0].content }}"]) == 0
+    assert conversations() == ["<user>Hi"]
 
 
 # ── info and version ──────────────────────────────────────────────────────────────────────────

@@ -221,10 +221,7 @@ def test_errors_of_a_stream_are_raised_at_the_call(llm: sgl.Engine, cores: list[
         {"video_data": ["a.mp4"]},
         {"lora_path": "math"},
         {"custom_logit_processor": "mine"},
-        {"session_params": {"id": "s"}},
-        {"priority": 10},
         {"data_parallel_rank": 1},
-        {"cache_salt": "s"},
     ],
 )
 def test_features_that_are_not_built(llm: sgl.Engine, arguments: dict[str, Any]) -> None:

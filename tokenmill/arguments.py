@@ -185,7 +185,8 @@ _count = partial(check_whole, minimum=1, maximum=2**31 - 1)
 
 _FLAGS = (
     "skip_tokenizer_init trust_remote_code core_process disable_radix_cache disable_cuda_graph"
-    " cumulative_stream show_progress constrained_json_disable_any_whitespace"
+    " cumulative_stream show_progress enable_priority_scheduling schedule_low_priority_values_first"
+    " disable_priority_preemption abort_on_priority_when_disabled constrained_json_disable_any_whitespace"
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_FLAGS.split(), check_flag),
@@ -194,6 +195,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "load_format": _choice,
     "dtype": _dtype,
     "json_model_override_args": _json_object,
+    "chat_template": check_text,
     "served_model_name": check_text,
     "weight_version": check_text,
     "device": _device,
@@ -204,6 +206,9 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "max_running_requests": partial(check_whole, minimum=1, maximum=65_536),
     "chunked_prefill_size": _chunk,
     "schedule_policy": partial(_choice, replaced=POLICIES),
+    "max_queued_requests": partial(check_whole, minimum=0, maximum=2**31 - 1),
+    "default_priority_value": partial(check_whole, minimum=-(2**63), maximum=2**63 - 1),
+    "priority_scheduling_preemption_threshold": partial(check_whole, minimum=0, maximum=2**63 - 1),
     "steps_in_flight": partial(check_whole, minimum=1, maximum=64),
     "preferred_sampling_params": _preferred_sampling_params,
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
@@ -233,7 +238,9 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
     keywords = dict(arguments)
     source = keywords.pop("server_args", None)
     values: dict[str, Any] = {} if source is None else _translate(_read_server_args(source))
-    return EngineConfig(**{**values, **_translate(keywords)})
+    config = EngineConfig(**{**values, **_translate(keywords)})
+    _check_priorities(config)
+    return config
 
 
 def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,6 +276,31 @@ def _translate_one(name: str, value: Any) -> tuple[str, Any]:
         return target, convert(name, value)
     _judge(name, value, _OTHERS[spelled])
     return spelled, None
+
+
+# Arguments that change nothing while priorities are off.
+_OF_PRIORITIES = (
+    "schedule_low_priority_values_first",
+    "default_priority_value",
+    "disable_priority_preemption",
+    "priority_scheduling_preemption_threshold",
+)
+_POLICIES_WITH_PRIORITIES = ("fcfs", "lof")
+
+
+def _check_priorities(config: EngineConfig) -> None:
+    """Raise for an order that priorities cannot refine; warn about what has no effect without them."""
+    if config.enable_priority_scheduling:
+        if config.schedule_policy not in _POLICIES_WITH_PRIORITIES:
+            allowed = " or ".join(map(repr, _POLICIES_WITH_PRIORITIES))
+            raise InvalidArgument(
+                f"enable_priority_scheduling needs schedule_policy {allowed}, got "
+                f"{config.schedule_policy!r}; set one of them or leave priorities off"
+            )
+        return
+    for name in _OF_PRIORITIES:
+        if getattr(config, name) != _FIELDS[name].default:
+            _warn_once(name, f"{name} has no effect without enable_priority_scheduling=True")
 
 
 def _split_device(values: dict[str, Any]) -> dict[str, Any]:

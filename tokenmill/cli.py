@@ -294,10 +294,9 @@ class _TextWriter:
 def _chat(options: argparse.Namespace) -> int:
     sampling = SamplingParams(**{"max_new_tokens": None, **_given(options, "sampling")})
     with _open_engine(options) as engine:
-        tokenizer = engine.get_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
+        if not (engine.config.chat_template or getattr(engine.get_tokenizer(), "chat_template", None)):
             raise InvalidArgument(
-                "the tokenizer has no chat template; use `tokenmill generate` with this model"
+                "the tokenizer has no chat template; give one as --chat-template, or use `tokenmill generate`"
             )
         opening = [{"role": "system", "content": options.system}] if options.system else []
         messages = list(opening)
@@ -311,7 +310,7 @@ def _chat(options: argparse.Namespace) -> int:
             elif line.startswith("/"):
                 print(f"unknown command {line.split()[0]}: {_CHAT_COMMANDS}", file=sys.stderr)
             else:
-                messages = _turn(engine, tokenizer, messages, line, sampling=sampling)
+                messages = _turn(engine, messages, line, sampling=sampling)
     return EXIT_OK
 
 
@@ -331,18 +330,12 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _turn(
-    engine: Engine,
-    tokenizer: Any,
-    messages: list[dict[str, str]],
-    line: str,
-    *,
-    sampling: SamplingParams,
+    engine: Engine, messages: list[dict[str, str]], line: str, *, sampling: SamplingParams
 ) -> list[dict[str, str]]:
     """Print the answer to one message; returns the conversation with both, or as it was if it is full."""
     asked = [*messages, {"role": "user", "content": line}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False)
     try:
-        chunks = engine.generate(input_ids=ids, sampling_params=sampling, stream=True)
+        chunks = engine.chat(asked, sampling, stream=True)
     except InvalidArgument as error:  # the conversation has become too long
         _complain(error)
         print(f"this message was dropped; {_CHAT_COMMANDS}", file=sys.stderr)

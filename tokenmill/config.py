@@ -12,7 +12,7 @@ from typing import Any, Literal
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-SchedulePolicy = Literal["fcfs", "lpm"]
+SchedulePolicy = Literal["fcfs", "lpm", "lof", "random"]
 GrammarBackend = Literal["llguidance", "xgrammar", "none"]
 
 
@@ -29,6 +29,7 @@ class EngineConfig:
     model_path: str = _arg("tiny", "checkpoint folder, hub repository id, or 'tiny' (bundled)")
     tokenizer_path: str | None = _arg(None, "folder or hub id of the tokenizer (default: model_path)")
     skip_tokenizer_init: bool = _arg(False, "no tokenizer: input_ids in, output_ids out, no text")
+    chat_template: str | None = _arg(None, "Jinja template of chat(), or its file (default: the model's)")
     trust_remote_code: bool = _arg(False, "allow tokenizer and config code shipped with the checkpoint")
     revision: str | None = _arg(None, "branch, tag or commit of the hub repository")
     download_dir: str | None = _arg(None, "cache folder for hub downloads")
@@ -54,7 +55,22 @@ class EngineConfig:
     page_size: int = _arg(16, "tokens per key/value page")
     max_running_requests: int | None = _arg(None, "requests decoded at the same time")
     chunked_prefill_size: int | None = _arg(None, "tokens computed in one step; -1: no chunks")
-    schedule_policy: SchedulePolicy = _arg("fcfs", "order of waiting requests", ("fcfs", "lpm"))
+    schedule_policy: SchedulePolicy = _arg(
+        "fcfs", "order of waiting requests", ("fcfs", "lpm", "lof", "random")
+    )
+    max_queued_requests: int | None = _arg(None, "requests that may wait while no row is free")
+    enable_priority_scheduling: bool = _arg(False, "serve requests in the order of their `priority`")
+    schedule_low_priority_values_first: bool = _arg(False, "the smaller a priority, the more urgent")
+    default_priority_value: int | None = _arg(
+        None, "priority of requests without one (default: less urgent than any)"
+    )
+    disable_priority_preemption: bool = _arg(False, "priorities order the queue and push nobody back")
+    priority_scheduling_preemption_threshold: int = _arg(
+        10, "a waiting request pushes back running ones that are less urgent by more than this"
+    )
+    abort_on_priority_when_disabled: bool = _arg(
+        False, "abort requests with a priority while priorities are off"
+    )
     disable_radix_cache: bool = _arg(False, "do not reuse keys and values of shared prefixes")
     steps_in_flight: int | None = _arg(None, "steps launched before the first is read (depth)")
 

@@ -13,10 +13,13 @@ from typing import Any, Self, Unpack
 from tokenmill.arguments import resolve_arguments
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
+from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
 from tokenmill.frontend.client import Call, Client
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
+from tokenmill.frontend.prompt_lint import PromptLint
+from tokenmill.frontend.sessions import Sessions
 from tokenmill.frontend.tokenizer import Tokenizer
 from tokenmill.sampling_params import check_flag, check_text
 
@@ -39,6 +42,7 @@ class Engine:
         self.config: EngineConfig = resolve_arguments(arguments)
         logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
+        self._template = ChatTemplate(self._tokenizer, self.config.chat_template)
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
         self._close = weakref.finalize(self, self._client.close)
@@ -50,6 +54,8 @@ class Engine:
             stream_interval=self.config.stream_interval,
             grammar_backend=self.config.grammar_backend,
         )
+        self._sessions = Sessions(self._tokenizer)
+        self._lint = PromptLint(self._tokenizer)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -127,8 +133,116 @@ class Engine:
         options: dict[str, Any],
     ) -> Call:
         streams = check_flag("stream", stream)
-        job = self._reader.read(prompt, sampling_params, input_ids, rid=rid, stream=streams, options=options)
+        session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
+        job = self._reader.read(
+            prompt, sampling_params, input_ids, rid=rid, stream=streams, options=options, session=session
+        )
+        if input_ids is None:
+            self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
+
+    # ── conversations ─────────────────────────────────────────────────────────────────────────
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        *,
+        tools: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Any = None,
+        stream: bool = False,
+        rid: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        """Answer a conversation, or a list of conversations, through the model's chat template.
+
+        A conversation is a list of messages in OpenAI's shape: dicts with `role`, `content` (text, or parts
+        of type `text`), and what the template knows besides (`tool_calls`, `name`, `reasoning_content`).
+        `tools` are functions in OpenAI's shape, or Python functions with types and docstrings.
+        `chat_template` is a template instead of the model's; `chat_template_kwargs` are variables for it,
+        such as `enable_thinking`. With `continue_final_message` the output goes on with the last message
+        instead of beginning a new one; `add_generation_prompt=False` leaves out what opens an answer.
+
+        The rest, the result and the errors are those of `generate`.
+        """
+        asked = ChatOptions(
+            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+        )
+        call = self._prepare_chat(messages, asked, sampling_params, rid, stream, {**options})
+        return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
+
+    async def async_chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        *,
+        tools: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Any = None,
+        stream: bool = False,
+        rid: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        """As `chat`, without blocking the event loop; with `stream=True` gives an async iterator."""
+        asked = ChatOptions(
+            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+        )
+        call = await asyncio.to_thread(
+            self._prepare_chat, messages, asked, sampling_params, rid, stream, {**options}
+        )
+        return (
+            self._client.stream_async(call, owner=self)
+            if call.streams
+            else await self._client.run_async(call)
+        )
+
+    def _prepare_chat(
+        self,
+        messages: Any,
+        asked: ChatOptions,
+        sampling_params: Any,
+        rid: Any,
+        stream: Any,
+        options: dict[str, Any],
+    ) -> Call:
+        check_chat_options(options)
+        streams = check_flag("stream", stream)
+        session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
+        job = self._reader.read(
+            input_ids=self._template.token_ids(messages, asked),
+            sampling_params=sampling_params,
+            rid=rid,
+            stream=streams,
+            options=options,
+            session=session,
+            source="messages",
+        )
+        return self._client.prepare(job, stream=streams)
+
+    def open_session(
+        self,
+        capacity_of_str_len: int,
+        session_id: str | None = None,
+        streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str | None:
+        """Begin a conversation whose turns remember each other; gives its id, or None if the id is taken.
+
+        A `generate` with `session_params={"id": …}` continues the latest finished turn, or the one named by
+        `rid`; docs/sessions.md has all keys. The session holds at most `capacity_of_str_len` characters of
+        prompts and outputs: a turn that would exceed it is an `InvalidArgument`. A `streaming` session only
+        appends, one request at a time. A session that is idle for `timeout` seconds is closed.
+        """
+        return self._sessions.open(capacity_of_str_len, session_id, streaming=streaming, timeout=timeout)
+
+    def close_session(self, session_id: str) -> None:
+        """Forget a session and its turns; what runs in it goes on. An unknown id is only a warning."""
+        self._sessions.close(session_id)
 
     # ── facts and control ─────────────────────────────────────────────────────────────────────
 

@@ -77,9 +77,8 @@ ERROR_TYPES = (
 
 def request_error(message: str, *, error_type: str, status_code: int) -> RequestFailed:
     """The exception for a request that failed by itself."""
-    kind: type[RequestFailed] = {400: InvalidRequest, 408: RequestTimeout, 503: QueueFull}.get(
-        status_code, RequestFailed
-    )
+    kinds: dict[str, type[RequestFailed]] = {"timeout": RequestTimeout, "queue_full": QueueFull}
+    kind = kinds.get(error_type, InvalidRequest if status_code == 400 else RequestFailed)
     return kind(message, error_type=error_type, status_code=status_code)
 
 

@@ -57,7 +57,7 @@ class Request:
     stop_ids: tuple[int, ...]  # token ids that end the request
     # 0: one Output at the end. k > 0: an Output as soon as k unreported tokens are there.
     report_interval: int
-    priority: int = 0  # the larger, the sooner
+    priority: int | None = None  # as its caller wrote it; what it means is up to the engine's arguments
     timeout_seconds: float | None = None  # from submission; then the request is aborted
     cache_namespace: bytes = b""  # requests share prefixes with others of their namespace only
     logprobs: LogprobOptions | None = None

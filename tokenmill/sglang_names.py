@@ -19,7 +19,7 @@ IGNORED: dict[str, dict[str, object]] = {
     "it configures an HTTP server, and this engine is a library": dict(
         host="127.0.0.1", port=30000, fastapi_root_path="", grpc_mode=False, skip_server_warmup=False,
         warmups=None, api_key=None, file_storage_path="sglang_storage", log_level_http=None,
-        chat_template=None, completion_template=None, reasoning_parser=None, tool_call_parser=None,
+        completion_template=None, reasoning_parser=None, tool_call_parser=None,
         tool_server=None, enable_cache_report=False, sampling_defaults="model",
         tokenizer_metrics_custom_labels_header="x-custom-labels",
         tokenizer_metrics_allowed_custom_labels=None),
@@ -44,17 +44,13 @@ IGNORED: dict[str, dict[str, object]] = {
         flashinfer_mla_disable_ragged=False, triton_attention_reduce_in_fp32=False,
         triton_attention_num_kv_splits=8, triton_attention_split_tile_size=None,
         enable_fused_qk_norm_rope=False, disable_chunked_prefix_cache=False, model_impl=("auto", "sglang")),
-    "the scheduler mixes prefill and decode, admits by real use of pages and queues without bound": dict(
-        max_queued_requests=None, max_prefill_tokens=16384, prefill_max_requests=None,
+    "the scheduler mixes prefill and decode, and admits by real use of pages": dict(
+        max_prefill_tokens=16384, prefill_max_requests=None,
         schedule_conservativeness=1.0, enable_mixed_chunk=False, num_continuous_decode_steps=1,
         enable_dynamic_chunking=False, scheduler_recv_interval=1, num_reserved_decode_tokens=512,
         radix_eviction_policy="lru", retraction_policy="length", hybrid_kvcache_ratio=None,
         swa_full_tokens_ratio=0.8, disable_hybrid_swa_memory=False, prefill_only_disable_kv_cache=False,
         sleep_on_idle=False),
-    "requests have no priorities yet": dict(
-        enable_priority_scheduling=False, schedule_low_priority_values_first=False,
-        priority_scheduling_preemption_threshold=10, abort_on_priority_when_disabled=False,
-        default_priority_value=None, disable_priority_preemption=False),
     "seeds are always honoured, but equal bits in every batch are not promised yet": dict(
         enable_deterministic_inference=False),
     "no switch is needed; a request that uses the feature says whether it is there": dict(
@@ -185,8 +181,8 @@ DTYPES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 LOG_LEVELS = {"warn": "warning", "fatal": "critical"}
 POLICIES = {
-    "dfs-weight": "lpm", "random": "fcfs", "lof": "fcfs", "priority": "fcfs", "routing-key": "fcfs",
-    "hrrn": "fcfs", "shortest-prefill-first": "fcfs"}
+    "dfs-weight": "lpm", "priority": "fcfs", "routing-key": "fcfs", "hrrn": "fcfs",
+    "shortest-prefill-first": "fcfs"}
 GRAMMAR_BACKENDS = {"outlines": "llguidance"}
 ATTENTION_BACKENDS = dict.fromkeys((
     "fa3", "fa4", "flashinfer", "flex_attention", "trtllm_mha", "trtllm_mla", "flashmla", "cutlass_mla",

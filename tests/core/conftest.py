@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tokenmill.core.policy import create_policy
+from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.kvcache import Cache
 from tokenmill.messages import Finish, Output, Request, StepPlan, StepResult
@@ -133,19 +134,30 @@ class Harness:
         depth: int = 1,
         prefix_caching: bool = True,
         policy: str = "fcfs",
+        priorities: Priorities | None = None,
+        max_queued: int | None = None,
     ) -> None:
         self.cache = Cache(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
         limits = SchedulerLimits(
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
             max_sequence_tokens=max_sequence_tokens,
+            max_queued=max_queued,
         )
         self.limits = limits
-        self.scheduler = Scheduler(limits, cache=self.cache, policy=create_policy(policy, self.cache))
+        self.scheduler = Scheduler(
+            limits,
+            cache=self.cache,
+            policy=create_policy(policy, self.cache),
+            priorities=priorities or Priorities(),
+        )
         self.mill = FakeMill(page_size, 1 if isinstance(num_pages, int) else len(num_pages))
         self.depth = depth
         self.plans: list[StepPlan] = []
         self.outputs: dict[str, list[Output]] = {}
+
+    def submit(self, *requests: Request) -> list[Output]:
+        return self.keep(self.scheduler.submit(requests))
 
     def launch(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
@@ -205,6 +217,9 @@ def make_request() -> Callable[..., Request]:
         seed: int = 0,
         stop_ids: tuple[int, ...] = (),
         report_interval: int = 0,
+        priority: int | None = None,
+        timeout_seconds: float | None = None,
+        cache_namespace: bytes = b"",
         **params: Any,
     ) -> Request:
         return Request(
@@ -215,6 +230,9 @@ def make_request() -> Callable[..., Request]:
             seed=seed,
             stop_ids=stop_ids,
             report_interval=report_interval,
+            priority=priority,
+            timeout_seconds=timeout_seconds,
+            cache_namespace=cache_namespace,
         )
 
     return make

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tokenmill.core.priority import Priorities
 from tokenmill.messages import Finish, StepPlan
 
 pytestmark = pytest.mark.unit
@@ -225,6 +226,27 @@ def test_an_answer_is_cached_for_the_next_turn(harness: Make, make_request: Make
     assert loop.last("b").cached_tokens == 12
 
 
+def test_requests_of_different_namespaces_share_no_page(
+    harness: Make, make_request: Make, alone: Make
+) -> None:
+    loop = harness()
+    prompt = list(range(9))
+    job = [
+        make_request(str(index), prompt, 4, cache_namespace=salt)
+        for index, salt in enumerate([b"", b"a", b"b", b"a", b""])
+    ]
+    loop.submit(*job)
+    plan = loop.launch()
+    table: dict[int, set[int]] = {}
+    for slot, _, _, page in pages(plan):
+        table.setdefault(slot, set()).add(page)
+    assert [len(table[0] & table[slot]) for slot in range(1, 5)] == [0, 0, 0, 2]
+    assert [len(table[1] & table[slot]) for slot in (2, 3)] == [0, 2]
+    loop.run()
+    assert [loop.last(str(index)).cached_tokens for index in range(5)] == [0, 0, 0, 8, 8]
+    assert all(loop.tokens(request.id) == alone(request)[0] for request in job)
+
+
 def test_without_prefix_caching_nothing_is_shared(harness: Make, make_request: Make) -> None:
     loop = harness(prefix_caching=False)
     loop.scheduler.submit([make_request(name, range(9), 3) for name in "ab"])
@@ -390,6 +412,69 @@ def test_abort_all_says_why(harness: Make, make_request: Make) -> None:
     assert {output.request_id for output in outputs} == {"a", "b"}
     assert {output.finish for output in outputs} == {Finish("abort", message="the device is gone")}
     assert loop.scheduler.idle
+
+
+# ── a queue with an end ───────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_fills_the_free_rows_and_the_queue_and_the_rest_is_refused(
+    harness: Make, make_request: Make
+) -> None:
+    loop = harness(max_rows=2, max_queued=3)
+    refused = loop.submit(*[make_request(str(index), [index], 3) for index in range(8)])
+    assert [output.request_id for output in refused] == ["5", "6", "7"]
+    finish = refused[0].finish
+    assert (finish.kind, finish.status_code, finish.error_type) == ("abort", 503, "queue_full")
+    assert "max_queued_requests=3" in finish.message
+    loop.step()
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 3)
+    assert [output.request_id for output in loop.submit(make_request("late", [1], 3))] == ["late"]
+    loop.run()
+    assert [loop.last(str(index)).finish.kind for index in range(5)] == ["length"] * 5
+    assert loop.submit(make_request("later", [1], 3)) == []
+    loop.run()
+
+
+def test_no_queue_at_all(harness: Make, make_request: Make) -> None:
+    loop = harness(max_rows=1, max_queued=0)
+    assert loop.submit(make_request("a", [1], 3)) == []
+    assert [output.request_id for output in loop.submit(make_request("b", [1], 3))] == ["b"]
+    loop.step()
+    assert [output.request_id for output in loop.submit(make_request("c", [1], 3))] == ["c"]
+    loop.run()
+    assert loop.last("a").finish.kind == "length"
+
+
+def test_a_more_urgent_request_takes_the_place_of_the_last_in_a_full_queue(
+    harness: Make, make_request: Make
+) -> None:
+    loop = harness(max_rows=1, max_queued=2, priorities=Priorities(enabled=True))
+    names = [
+        ("first", 0),
+        ("a", 5),
+        ("b", 5),
+        ("equal", 5),
+        ("less", 4),
+        ("more", 6),
+        ("most", 7),
+        ("late", 6),
+    ]
+    refused = [
+        output.request_id
+        for name, value in names
+        for output in loop.submit(make_request(name, [1], 3, priority=value))
+    ]
+    # Nothing runs yet: the first three are those that wait, one of them for the free row.
+    assert refused == ["first", "less", "equal", "b", "a"]
+    loop.run()
+    assert [name for name in loop.outputs if name not in refused] == ["most", "more", "late"]
+
+
+def test_without_priorities_nobody_makes_way(harness: Make, make_request: Make) -> None:
+    loop = harness(max_rows=1, max_queued=1)
+    loop.submit(make_request("a", [1], 3), make_request("b", [1], 3))
+    assert [output.request_id for output in loop.submit(make_request("c", [1], 3, priority=9))] == ["c"]
+    loop.run()
 
 
 def test_numbers(harness: Make, make_request: Make) -> None:

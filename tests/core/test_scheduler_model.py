@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tokenmill.core.priority import Priorities
+
 pytestmark = pytest.mark.unit
 
 _PREFIXES: tuple[list[int], ...] = ([], [1, 2, 3, 4], [1, 2, 3, 4, 0, 0, 0, 0, 2, 2], [2, 2, 2, 2])
@@ -24,6 +26,8 @@ requests = st.fixed_dictionaries(
         "stop_ids": st.sampled_from([(), (), (0,), (1, 4)]),
         "seed": st.sampled_from([0, 0, 1, 2**40 + 12345]),
         "report_interval": st.sampled_from([0, 0, 1, 3]),
+        "priority": st.sampled_from([None, None, 0, 3, 20, -15]),
+        "cache_namespace": st.sampled_from([b"", b"", b"salt"]),
     }
 )
 # When each request comes, and when (if ever) it is cancelled after that, in turns of the loop.
@@ -37,14 +41,31 @@ set_ups = st.fixed_dictionaries(
         "max_step_tokens": st.one_of(st.integers(1, 10), st.just(60)),
         "depth": st.integers(1, 4),
         "prefix_caching": st.booleans(),
-        "policy": st.sampled_from(["fcfs", "lpm"]),
     }
+)
+# What the queue does: its order, who pushes whom back, and how many may wait.
+orders = st.one_of(
+    st.fixed_dictionaries({"policy": st.sampled_from(["fcfs", "lpm", "lof", "random"])}),
+    st.fixed_dictionaries(
+        {
+            "policy": st.sampled_from(["fcfs", "lof"]),
+            "priorities": st.builds(
+                Priorities,
+                enabled=st.just(True),
+                low_values_first=st.booleans(),
+                default=st.sampled_from([None, 5]),
+                threshold=st.sampled_from([None, 0, 10]),
+            ),
+        }
+    ),
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     set_up=set_ups,
+    order=orders,
+    max_queued=st.one_of(st.none(), st.none(), st.integers(0, 6)),
     spare_pages=st.one_of(st.integers(0, 5), st.integers(0, 30)),
     groups=st.integers(1, 2),
     jobs=st.lists(st.tuples(requests, times), min_size=1, max_size=16),
@@ -54,6 +75,8 @@ def test_every_request_gets_what_it_gets_alone(
     make_request: Callable[..., Any],
     alone: Callable[..., Any],
     set_up: dict[str, Any],
+    order: dict[str, Any],
+    max_queued: int | None,
     spare_pages: int,
     groups: int,
     jobs: list[Any],
@@ -62,10 +85,12 @@ def test_every_request_gets_what_it_gets_alone(
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request, _ in queue)
     smallest = -(-longest // set_up["page_size"]) + spare_pages
     sizes = [smallest + 3 * group for group in range(groups)]
-    loop = harness(num_pages=sizes, max_sequence_tokens=longest, **set_up)
+    loop = harness(num_pages=sizes, max_sequence_tokens=longest, max_queued=max_queued, **set_up, **order)
 
     for turn in range(60):
-        loop.scheduler.submit([request for request, (start, _) in queue if start == turn])
+        for output in loop.submit(*(request for request, (start, _) in queue if start == turn)):
+            assert output.finish.error_type == "queue_full"
+            assert max_queued is not None
         cancelled = [
             request.id for request, (start, wait) in queue if wait is not None and start + wait == turn
         ]
@@ -80,7 +105,7 @@ def test_every_request_gets_what_it_gets_alone(
         tokens, finish = alone(request)
         last = loop.last(request.id)
         if last.finish.kind == "abort":
-            assert wait is not None
+            assert wait is not None or last.finish.error_type == "queue_full"
             assert loop.tokens(request.id) == tokens[: len(loop.tokens(request.id))]
         else:
             assert loop.tokens(request.id) == tokens

@@ -432,6 +432,40 @@ def test_wrong_ids(prompt: Any, rid: Any, kind: type[Exception], words: list[str
         read(prompt, rid=rid)
 
 
+# ── priority, time and salt ──
+
+
+def test_what_is_asked_beside_the_prompt_reaches_each_request() -> None:
+    job = read(
+        ["a", "b"], {"n": 2}, options={"priority": [3, None], "timeout": 1.5, "cache_salt": ["s", None]}
+    )
+    assert [request.priority for request in job.requests] == [3, 3, None, None]
+    assert [request.timeout_seconds for request in job.requests] == [1.5] * 4
+    assert [request.cache_namespace for request in job.requests] == [b"s", b"s", b"", b""]
+    (one,) = read("a", options={"timeout": math.inf, "priority": -(2**63), "cache_salt": "ü"}).requests
+    assert (one.timeout_seconds, one.priority, one.cache_namespace) == (None, -(2**63), "ü".encode())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"priority": 2**63}, InvalidArgument, ["priority must be between"]),
+        ({"priority": "high"}, WrongType, ["priority must be an integer", "'high'"]),
+        ({"priority": [1, 2.5]}, WrongType, ["priority[1] must be an integer"]),
+        ({"timeout": 0}, InvalidArgument, ["timeout must be", "above 0", "seconds"]),
+        ({"timeout": -math.inf}, InvalidArgument, ["timeout must be"]),
+        ({"timeout": np.ones(2)}, WrongType, ["timeout must be a number"]),
+        ({"cache_salt": b"s"}, WrongType, ["cache_salt must be a string"]),
+        ({"cache_salt": ["s"]}, InvalidArgument, ["cache_salt has length 1", "2 prompts"]),
+    ],
+)
+def test_wrong_priorities_times_and_salts(
+    options: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    with raises(kind, *words):
+        read(["a", "b"], options=options)
+
+
 # ── seeds ──
 
 

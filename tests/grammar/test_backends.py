@@ -176,9 +176,7 @@ def test_token_that_does_not_follow(name: str) -> None:
 def test_white_space(name: str, drawn: Drawn) -> None:
     schema = '{"type":"array","items":{"type":"boolean"},"minItems":2}'
     library = backend(name)
-    tight = type(library)(
-        tokenizer(), VOCABULARY, EngineConfig(constrained_json_disable_any_whitespace=True)
-    )
+    tight = type(library)(tokenizer(), VOCABULARY, EngineConfig(constrained_json_disable_any_whitespace=True))
     matcher = tight.compile(Grammar("json_schema", schema)).new()  # type: ignore[attr-defined]
     for token in tokenizer().encode("[true,"):
         assert matcher.accept(token)

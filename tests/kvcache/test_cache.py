@@ -193,7 +193,9 @@ def test_random_rows_keep_the_books_in_order(num_pages: int | tuple[int, int]) -
         if rows and choice.random() < 0.5:
             row, tokens = rows[choice.randrange(len(rows))]
             if choice.random() < 0.5:
+                expected = cache.num_available_columns + cache.count_released([row])
                 cache.release(row)
+                assert cache.num_available_columns == expected
                 rows = [each for each in rows if each[0] is not row]
             elif cache.reserve(row, len(tokens)):
                 first = row.num_shared
@@ -209,7 +211,9 @@ def test_random_rows_keep_the_books_in_order(num_pages: int | tuple[int, int]) -
                     assert filled[group, page] == tuple(tokens[: 2 * column + 2])
             rows.append((row, tokens))
         cache.check_invariants([row for row, _ in rows])
+    expected = cache.num_available_columns + cache.count_released([row for row, _ in rows])
     for row, _ in rows:
         cache.release(row)
+    assert cache.num_available_columns == expected
     cache.flush()
     assert cache.num_free_pages == cache.num_pages

@@ -68,6 +68,10 @@ def test_native_api_with_token_ids(make_model: Callable[..., Path]) -> None:
     run("native_api_token_ids.py", str(make_model("llama", vocab_size=128256, hidden_size=32)))
 
 
+def test_sessions() -> None:
+    assert "Alice" in run("sessions.py")
+
+
 def test_notebook_in_ipython() -> None:
     """In IPython a loop may run already, and nobody applies nest_asyncio."""
     pytest.importorskip("IPython")

@@ -5,15 +5,19 @@ Runs the same in a thread or in a process (`launch.py`); only this thread touche
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.core.deadlines import Clock, Deadlines
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.policy import create_policy
+from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.errors import InvalidArgument
 from tokenmill.kvcache.cache import Cache
@@ -72,6 +76,7 @@ class Loop:
         grammars: Grammars,
         inbox: Inbox,
         deliver: Sink,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -79,6 +84,7 @@ class Loop:
         self._grammars = grammars
         self._inbox = inbox
         self._deliver = deliver
+        self._deadlines = Deadlines(clock)
         self._closing = False
 
     @property
@@ -89,6 +95,8 @@ class Loop:
         """Returns after `Close`; requests that are still alive then are reported as aborted."""
         while not self._closing:
             self._drain()
+            if self._deadlines:
+                self._send(self._scheduler.time_out(self._deadlines.pop_due()))
             if not self._scheduler.is_asleep:
                 self._turn()
         self._send(self._scheduler.abort_all("the engine was shut down"))
@@ -124,9 +132,10 @@ class Loop:
         self._send(self._scheduler.take_in(self._runner.collect()))
 
     def _drain(self) -> None:
-        """Handle every waiting message; with nothing to do, sleep until one comes."""
+        """Handle every waiting message; with nothing to do, sleep until one comes or a deadline is there."""
         if self._scheduler.is_asleep and not self._closing:
-            self._handle(self._inbox.get())
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._inbox.get(timeout=self._deadlines.seconds_left()))
         while not self._closing:
             try:
                 message = self._inbox.get_nowait()
@@ -137,7 +146,8 @@ class Loop:
     def _handle(self, message: Message) -> None:
         match message:
             case Submit(requests):
-                self._scheduler.submit(requests)
+                self._deadlines.add(requests)
+                self._send(self._scheduler.submit(requests))
                 self._compile(requests)
             case Compiled(request_id, outcome):
                 self._send(self._scheduler.compiled(request_id, outcome))
@@ -203,7 +213,13 @@ def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sin
         max_rows=facts.max_running_requests,
         max_step_tokens=facts.max_step_tokens,
         max_sequence_tokens=facts.max_sequence_tokens,
+        max_queued=config.max_queued_requests,
     )
-    scheduler = Scheduler(limits, cache=cache, policy=create_policy(config.schedule_policy, cache))
+    scheduler = Scheduler(
+        limits,
+        cache=cache,
+        policy=create_policy(config.schedule_policy, cache),
+        priorities=Priorities.of(config),
+    )
     grammars = build_grammars(config, facts)
     return Loop(mill, scheduler, cache, grammars=grammars, inbox=inbox, deliver=deliver)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -51,15 +53,46 @@ class LongestPrefixFirst:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
-    def key(self, request: RequestState) -> tuple[int, bytes]:
-        """Minus the cached tokens, then the ids."""
+    def key(self, request: RequestState) -> tuple[int, bytes, bytes]:
+        """Minus the cached tokens, then the ids, those of one namespace together."""
+        namespace = request.request.cache_namespace
         token_ids = request.request.prompt_ids.tobytes()
-        return -self._cache.count_cached(token_ids), token_ids
+        return -self._cache.count_cached(token_ids, namespace=namespace), namespace, token_ids
+
+
+class LongestOutputFirst:
+    """The most new tokens allowed first: what may take longest is not left for the end."""
+
+    window = 65_536
+
+    def __init__(self, cache: Cache) -> None:
+        del cache
+
+    def key(self, request: RequestState) -> tuple[int, int]:
+        """Minus the limit of new tokens, then the arrival number."""
+        return -request.request.max_new_tokens, request.arrival
+
+
+class RandomOrder:
+    """Any order, so that equal neighbours in a job do not meet in a batch."""
+
+    window = 65_536
+
+    def __init__(self, cache: Cache) -> None:
+        del cache
+        self._random = random.Random()
+
+    def key(self, request: RequestState) -> float:
+        """A new random number."""
+        del request
+        return self._random.random()
 
 
 POLICIES: dict[str, type[Policy]] = {
     "fcfs": FirstComeFirstServed,
     "lpm": LongestPrefixFirst,
+    "lof": LongestOutputFirst,
+    "random": RandomOrder,
 }
 
 
@@ -74,7 +107,7 @@ class WaitingQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._retracted: deque[RequestState] = deque()
-        self._window: deque[RequestState] = deque()
+        self._window: OrderedDict[str, RequestState] = OrderedDict()
         self._arrived: OrderedDict[str, RequestState] = OrderedDict()
 
     def __len__(self) -> int:
@@ -82,7 +115,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         yield from self._retracted
-        yield from self._window
+        yield from self._window.values()
         yield from self._arrived.values()
 
     def add(self, request: RequestState) -> None:
@@ -100,16 +133,89 @@ class WaitingQueue:
         if not self._window:
             count = min(self._policy.window, len(self._arrived))
             head = [self._arrived.popitem(last=False)[1] for _ in range(count)]
-            self._window.extend(sorted(head, key=self._policy.key))
-        return self._window[0]
+            self._window.update((each.request.id, each) for each in sorted(head, key=self._policy.key))
+        return next(iter(self._window.values()))
+
+    @property
+    def last(self) -> RequestState:
+        """The request that would go last if nothing came any more; there must be one."""
+        return next(reversed(self._arrived.values() or self._window.values() or self._retracted))
 
     def pop(self) -> RequestState:
         """Remove and return the request that `peek` shows."""
         request = self.peek()
-        (self._retracted or self._window).popleft()
+        if self._retracted:
+            self._retracted.popleft()
+        else:
+            self._window.popitem(last=False)
         return request
 
     def remove(self, request: RequestState) -> None:
         """Take out a request that ended while it waited."""
-        if self._arrived.pop(request.request.id, None) is None:
-            (self._retracted if request.num_retractions else self._window).remove(request)
+        if request.num_retractions:
+            self._retracted.remove(request)
+        elif self._arrived.pop(request.request.id, None) is None:
+            del self._window[request.request.id]
+
+
+class PriorityQueue:
+    """Everything that waits for a row where priorities count: a queue for each urgency, the highest first.
+
+    Within one urgency the order is that of `WaitingQueue`, whose methods are the same.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._levels: dict[int, WaitingQueue] = {}  # none of them is empty
+        self._urgencies: list[int] = []  # keys of `_levels`, ascending
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[RequestState]:
+        for urgency in reversed(self._urgencies):
+            yield from self._levels[urgency]
+
+    def add(self, request: RequestState) -> None:
+        """A new request, behind all others of its urgency."""
+        self._level(request.urgency).add(request)
+
+    def add_retracted(self, request: RequestState) -> None:
+        """A preempted request, before all others of its urgency."""
+        self._level(request.urgency).add_retracted(request)
+
+    def peek(self) -> RequestState:
+        """The request to be admitted next; there must be one."""
+        return self._levels[self._urgencies[-1]].peek()
+
+    @property
+    def last(self) -> RequestState:
+        """The request that would go last if nothing came any more; there must be one."""
+        return self._levels[self._urgencies[0]].last
+
+    def pop(self) -> RequestState:
+        """Remove and return the request that `peek` shows."""
+        request = self._levels[self._urgencies[-1]].pop()
+        self._shrink(request.urgency)
+        return request
+
+    def remove(self, request: RequestState) -> None:
+        """Take out a request that ended while it waited."""
+        self._levels[request.urgency].remove(request)
+        self._shrink(request.urgency)
+
+    def _level(self, urgency: int) -> WaitingQueue:
+        """The queue of an urgency, for one more request."""
+        self._count += 1
+        if urgency not in self._levels:
+            self._levels[urgency] = WaitingQueue(self._policy)
+            insort(self._urgencies, urgency)
+        return self._levels[urgency]
+
+    def _shrink(self, urgency: int) -> None:
+        """One request has left; without another the queue of its urgency goes, too."""
+        self._count -= 1
+        if not len(self._levels[urgency]):
+            del self._levels[urgency]
+            self._urgencies.pop(bisect_left(self._urgencies, urgency))

@@ -62,11 +62,13 @@ class RequestState:
         "stop_ids",
         "tokens",
         "total",
+        "urgency",
     )
 
-    def __init__(self, request: Request, *, arrival: int) -> None:
+    def __init__(self, request: Request, *, arrival: int, urgency: int = 0) -> None:
         self.request = request
         self.arrival = arrival
+        self.urgency = urgency  # the larger, the sooner; equal for all while priorities are off
         self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
         self.phase = Phase.WAITING
         self.num_prompt = len(request.prompt_ids)
@@ -95,6 +97,12 @@ class RequestState:
     def draws(self) -> bool:
         """Whether a token is drawn after the prompt, even if only to tell its log-probability."""
         return self.request.max_new_tokens > 0 or self.request.logprobs is not None
+
+    @property
+    def reusable_tokens(self) -> array[int]:
+        """The known tokens whose keys and values may come from the cache, and one to compute."""
+        most = None if self.extras is None else self.extras.most_cached
+        return self.tokens if most is None else self.tokens[: most + 1]
 
     def load_tokens(self) -> None:
         """Fill `tokens` from the prompt, if this is the first admission."""

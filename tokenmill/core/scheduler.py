@@ -6,16 +6,17 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
 from tokenmill.core.plan import PlanDraft
-from tokenmill.core.policy import Policy, WaitingQueue
+from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
+from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
@@ -27,12 +28,6 @@ def _waits_for_tokens(state: RequestState) -> bool:
     return state.extras is not None and state.extras.waits_for_tokens
 
 
-def _reusable(state: RequestState) -> array[int]:
-    """The known tokens of a request whose keys and values may come from the cache, and one to compute."""
-    most = None if state.extras is None else state.extras.most_cached
-    return state.tokens if most is None else state.tokens[: most + 1]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """What one step and one sequence may use."""
@@ -40,6 +35,7 @@ class SchedulerLimits:
     max_rows: int  # slots
     max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
     max_sequence_tokens: int  # prompt and output together
+    max_queued: int | None = None  # requests that may wait beyond the free rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,21 +57,30 @@ class _Flight:
 class Scheduler:
     """Schedules all requests of one engine. Not thread-safe; raises only when its own books are wrong.
 
-    Running requests are kept in the order of their first admission: first those that decode, then at most one
-    whose prompt did not fit into the last step. Preemption takes the youngest, so the oldest always
-    gets on and finishes, and whatever else runs, waits or ends, no request is starved.
+    Running requests are kept in order: first those that decode, the most urgent before the others and equals
+    in the order of their first admission, then at most one whose prompt did not fit into the last step.
+    Preemption takes the least urgent, of these the youngest. So among the most urgent the oldest always gets
+    on and finishes, and only more urgent requests starve another. Without priorities all are equals.
 
     `schedule` may be called again before earlier results are taken in. The device runs steps in the order of
     their plans; therefore slots and pages that a plan uses may be given away in any later one.
     """
 
-    def __init__(self, limits: SchedulerLimits, *, cache: Cache, policy: Policy) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        cache: Cache,
+        policy: Policy,
+        priorities: Priorities = Priorities(),  # noqa: B008 (frozen)
+    ) -> None:
         assert limits.max_rows > 0
         assert limits.max_step_tokens > 0
         assert cache.columns(limits.max_sequence_tokens) <= cache.max_columns, "a full sequence needs all"
         self._limits = limits
         self._cache = cache
-        self._queue = WaitingQueue(policy)
+        self._priorities = priorities
+        self._queue = PriorityQueue(policy) if priorities.enabled else WaitingQueue(policy)
         self._rows = Rows(limits.max_rows)
         self._states: dict[str, RequestState] = {}  # everything not finished
         self._num_arrived = 0
@@ -120,13 +125,26 @@ class Scheduler:
 
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; ids must be unused and lengths within the limits."""
+    def submit(self, requests: Sequence[Request]) -> list[Output]:
+        """Queue requests; ids must be unused and lengths within the limits.
+
+        Returns the ends of those that are refused, and of those that made way in a full queue.
+        """
+        ended: list[Output] = []
         for request in requests:
             assert request.id not in self._states, f"request id {request.id!r} is in use"
-            state = RequestState(request, arrival=self._num_arrived)
+            urgency = self._priorities.urgency(request)
+            state = RequestState(request, arrival=self._num_arrived, urgency=urgency)
             assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
             self._num_arrived += 1
+            if refusal := self._priorities.refusal(request):
+                ended.append(state.report(refusal))
+                continue
+            if self._is_full:
+                excess = self._least_urgent(state)
+                ended.append(self._turn_away(excess))
+                if excess is state:
+                    continue
             self._num_late += _waits_for_tokens(state)
             self._states[request.id] = state
             if request.grammar is None:
@@ -134,11 +152,32 @@ class Scheduler:
             else:
                 state.phase = Phase.COMPILING
                 self._num_compiling += 1
+        return ended
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the queue takes no more; who will find a free row does not count as waiting."""
+        most = self._limits.max_queued
+        return most is not None and self.num_waiting >= most + self._rows.num_free
+
+    def _least_urgent(self, newcomer: RequestState) -> RequestState:
+        """Whom a full queue turns away: the newcomer, unless somebody there is less urgent."""
+        worst = self._queue.last if len(self._queue) else newcomer
+        return worst if worst.urgency < newcomer.urgency else newcomer
+
+    def _turn_away(self, state: RequestState) -> Output:
+        finish = queue_full(self._limits.max_queued, by_urgency=self._priorities.enabled)
+        return self._end(state, finish) if state.request.id in self._states else state.report(finish)
 
     def cancel(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests at once, with the tokens not reported yet. Unknown ids are ignored."""
         found = [self._states[id] for id in dict.fromkeys(request_ids) if id in self._states]
         return self._abort(found, _CANCELLED)
+
+    def time_out(self, request_ids: Sequence[str]) -> list[Output]:
+        """End requests whose `timeout_seconds` are over. Unknown ids are ignored."""
+        found = [self._states[id] for id in request_ids if id in self._states]
+        return [self._end(state, timed_out(state.request)) for state in found]
 
     def abort_all(self, message: str) -> list[Output]:
         """End every request at once, saying why. Steps in flight stay in flight."""
@@ -151,6 +190,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run until a result or a request comes in."""
+        if self._priorities.threshold is not None and len(self._queue):
+            self._preempt(self._priorities.threshold)
         draft = PlanDraft()
         num_decodes = self._schedule_decodes(draft)
         decodes = self._decoding if num_decodes == len(self._decoding) else self._decoding[:num_decodes]
@@ -172,8 +213,25 @@ class Scheduler:
         self._settle(plan, decodes, prefills)
         return plan
 
+    def _preempt(self, threshold: int) -> None:
+        """Push back rows for requests that are more urgent by more than `threshold`, if these then fit.
+
+        Before anything of the step is planned, because a plan must not use a page twice.
+        """
+        self._refresh_decoding()
+        if self._rows.num_used and self._queue.peek().urgency - threshold > self._last_row().urgency:
+            room = Room(
+                self._rows,
+                self._cache,
+                decoding=self._decoding,
+                prefilling=self._prefilling,
+                max_tokens=self._limits.max_step_tokens,
+            )
+            for state in choose_victims(self._queue, room, threshold=threshold):
+                self._retract(state)
+
     def _schedule_decodes(self, draft: PlanDraft) -> int:
-        """Add the rows that decode, oldest first; returns their number."""
+        """Add the rows that decode, in order; returns their number."""
         self._refresh_decoding()
         self._reserve_for_decodes(draft)
         self._refresh_decoding()
@@ -191,29 +249,32 @@ class Scheduler:
             self._decoding_changed = False
 
     def _reserve_for_decodes(self, draft: PlanDraft) -> None:
-        """Give a page to each row that begins one, preempting the youngest rows when there is none."""
+        """Give a page to each row that begins one, preempting the last rows when there is none."""
         slots = self._decode_slots[: self._limits.max_step_tokens]
         needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
         cache, room = self._cache, self._rows.room
         for state in [self._decoding[index] for index in needy.tolist()]:
             pages = state.pages
-            if pages is None:  # preempted for an older row just now
+            if pages is None:  # preempted for a row before it just now
                 continue
             num_columns = len(pages.tables[0])
             num_tokens = num_columns * cache.page_size
             cache.commit(pages, state.tokens, num_tokens=min(num_tokens, len(state.tokens)))
             while not cache.reserve(pages, num_tokens + 1):
-                self._retract(self._youngest())
+                self._retract(self._last_row())
                 if state.pages is None:
                     break
             else:
                 room[state.slot] = num_tokens + cache.page_size
                 draft.add_page(state.slot, pages, column=num_columns)
 
-    def _youngest(self) -> RequestState:
-        if self._prefilling:
+    def _last_row(self) -> RequestState:
+        """The least urgent running request, the youngest of them; there must be one."""
+        last = next((state for state in reversed(self._decoding) if state.phase is Phase.DECODE), None)
+        if self._prefilling and (last is None or self._prefilling[-1].urgency <= last.urgency):
             return self._prefilling[-1]
-        return next(state for state in reversed(self._decoding) if state.phase is Phase.DECODE)
+        assert last is not None
+        return last
 
     def _retract(self, state: RequestState) -> None:
         """Preempt: back to the queue without row and pages. Its full pages stay while nobody needs them."""
@@ -245,13 +306,13 @@ class Scheduler:
         """Pages for all known tokens of a waiting request; None if it has to wait.
 
         One page must be left for each running row, which would take them back at once. So a request that was
-        preempted for an older one in this step does not come back in it.
+        preempted for another one in this step does not come back in it.
         """
         cache, headroom = self._cache, self._rows.num_used
         if not state.is_ready or cache.num_available_columns <= headroom:
             return None
         state.load_tokens()
-        pages = cache.match(_reusable(state).tobytes())
+        pages = cache.match(state.reusable_tokens.tobytes(), namespace=state.request.cache_namespace)
         missing = cache.columns(len(state.tokens)) - pages.num_columns
         if missing > cache.num_available_columns - headroom:
             cache.release(pages)
@@ -308,6 +369,8 @@ class Scheduler:
         if prefills:
             self._prefilling = [state for state in self._prefilling if state.phase is Phase.PREFILL]
             self._decoding = self._decoding + prefills
+            if self._priorities.enabled:
+                self._decoding.sort(key=urgency_of, reverse=True)  # stable: equals stay as admitted
             self._decoding_changed = True
         rows, slots = self._rows, plan.slots[: plan.num_decodes]
         ended = np.flatnonzero(rows.computed[slots] >= rows.end[slots])
@@ -444,8 +507,13 @@ class Scheduler:
         self._cache.check_invariants(pages)
         self._rows.check_invariants([state.slot for state in running])
         assert len(self._prefilling) <= 1
-        ages = [state.age for state in [*running, *self._queue] if state.age != NEVER_ADMITTED]
-        assert ages == sorted(ages), "a younger request goes before an older one"
+        for line in (self._decoding, list(self._queue)):
+            urgencies = [state.urgency for state in line]
+            assert urgencies == sorted(urgencies, reverse=True), "a less urgent request goes first"
+        admitted = [state for state in [*running, *self._queue] if state.age != NEVER_ADMITTED]
+        for urgency in {state.urgency for state in admitted}:
+            ages = [state.age for state in admitted if state.urgency == urgency]
+            assert ages == sorted(ages), "a younger request goes before an older one"
         draining = [state for state in self._states.values() if state.phase is Phase.DRAINING]
         compiling = [state for state in self._states.values() if state.phase is Phase.COMPILING]
         assert len(compiling) == self._num_compiling

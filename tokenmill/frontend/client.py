@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.config import EngineConfig
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, TokenmillError, request_error
 from tokenmill.frontend.outputs import Arrival, FlushResult, ResultList, Row, Shape, chunk_of, result_of
+from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
 
 if TYPE_CHECKING:
@@ -50,12 +51,19 @@ class Call:
     """
 
     def __init__(
-        self, rows: Sequence[Row], requests: Sequence[Request], *, shape: Shape, streams: bool
+        self,
+        rows: Sequence[Row],
+        requests: Sequence[Request],
+        *,
+        shape: Shape,
+        streams: bool,
+        session: Continuation = NO_SESSION,
     ) -> None:
         self.rows = rows
         self.requests = requests  # as the core gets them
         self.shape = shape
         self.streams = streams
+        self.session = session
         self.num_unfinished = len(rows)
         self._lock = threading.Lock()
         self._arrived: list[tuple[Row, Arrival]] = []
@@ -128,7 +136,7 @@ class Client:
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
         requests = [dataclasses.replace(row.request, id=row.name) for row in rows]
-        return Call(rows, requests, shape=shape, streams=stream)
+        return Call(rows, requests, shape=shape, streams=stream, session=job.session)
 
     def run(self, call: Call) -> dict[str, Any] | ResultList:
         """Run a call and wait for its results. Raises as `submit` and `advance` do."""
@@ -197,6 +205,7 @@ class Client:
             if not call.streams:
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
+            call.session.finish(row)
             if arrival.output.finish is None:
                 self._cancel([row.name])
         return Advance(
@@ -233,7 +242,7 @@ class Client:
     # ── to the core ───────────────────────────────────────────────────────────────────────────
 
     def submit(self, call: Call) -> None:
-        """Start a call. Raises `InvalidArgument` for an id in flight, `EngineDead`, `EngineClosed`."""
+        """Start a call. Raises `InvalidArgument` (id taken, session full), `EngineDead`, `EngineClosed`."""
         with self._lock:
             self._raise_if_ended()
             for row in call.rows:
@@ -245,13 +254,17 @@ class Client:
             self._flying.update((row.name, (call, row)) for row in call.rows)
             self._flying_ids.update(row.request.id for row in call.rows)
         try:
+            # Outside the lock: a session's own lock is never waited for while this one is held.
+            obsolete = call.session.start(call.rows)
             self._core.submit(call.requests)
         except BaseException:
             self.drop(call)
             raise
+        self._core_cancel(obsolete)
 
     def drop(self, call: Call) -> None:
         """Nobody waits for this call any more: cancel what is left of it."""
+        call.session.drop()
         self._cancel([row.name for row in call.rows])
 
     def abort(self, request_id: str, *, every: bool) -> None:

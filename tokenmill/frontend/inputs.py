@@ -19,6 +19,7 @@ import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.options import grammar_of, logprob_options, read_options
+from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, Grammar, IntArray, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
 
@@ -45,6 +46,7 @@ class Job:
 
     requests: tuple[Request, ...]
     single: bool  # one prompt with one sample: the caller wants a dict, not a list
+    session: Continuation = NO_SESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class _Prompts:
     single: bool
 
     def __len__(self) -> int:
-        return len(self.id_rows) if self.name == "input_ids" else len(self.texts)
+        return len(self.texts) if self.name == "prompt" else len(self.id_rows)
 
     def place(self, index: int) -> str:
         """How a message names an item: `prompt[3]`, or `prompt` if there is only one."""
@@ -107,22 +109,26 @@ class InputReader:
         rid: Any = None,
         stream: bool = False,
         options: Mapping[str, Any] | None = None,
+        session: Continuation = NO_SESSION,
+        source: str = "input_ids",
     ) -> Job:
         """The requests of one call, in input order.
 
         `prompt` is a string or a list of them. `input_ids` are ids, or a list of rows of ids, as lists,
         tuples, ranges, arrays or tensors; given beside `prompt`, they are what is run. `sampling_params` are
         for all, or a list with one item for each prompt. `rid` is a string (numbered for a batch) or a list.
-        `options` are the other keywords of `generate`, see `options.py`.
+        `options` are the other keywords of `generate`, see `options.py`. `session` is what the call
+        continues, `source` the argument that messages are to name instead of `input_ids`.
         Raises `InvalidArgument`, `WrongType` or `UnknownArgument`, which name the item and the limit.
         """
-        prompts = _read_prompts(prompt, input_ids)
+        prompts = _read_prompts(prompt, input_ids, source)
         places = [prompts.place(index) for index in range(len(prompts))]
         asked = read_options(options or {}, places, single=prompts.single, facts=self._facts)
         settings = self._read_settings(sampling_params, prompts, stream=stream)
         n = settings[0].params.n if settings else 1
         ids = _request_ids(rid, len(prompts), single=prompts.single, n=n)
         rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
+        rows, places = session.join(rows, places)
         limits = [self._resolve_length(row, settings[i], places[i]) for i, row in enumerate(rows)]
         logprobs = [logprob_options(asked[i], len(row), places[i]) for i, row in enumerate(rows)]
         seeds = self._seeds(settings, n)
@@ -137,7 +143,7 @@ class InputReader:
                 report_interval=settings[index].report_interval,
                 priority=asked[index].priority,
                 timeout_seconds=asked[index].timeout_seconds,
-                cache_namespace=asked[index].cache_salt.encode(),
+                cache_namespace=asked[index].cache_salt.encode(errors="surrogatepass"),
                 logprobs=logprobs[index],
                 hidden_states=asked[index].hidden_states,
                 grammar=settings[index].grammar,
@@ -145,7 +151,7 @@ class InputReader:
             for index, row in enumerate(rows)
             for sample in range(n)
         )
-        return Job(requests, single=prompts.single and n == 1)
+        return Job(requests, single=prompts.single and n == 1, session=session)
 
     # ── sampling parameters ──
 
@@ -185,6 +191,7 @@ class InputReader:
                 f"{place}: stop needs a tokenizer, and this engine has none; use stop_token_ids instead"
             )
         stop_ids = self._stop_ids(params, place)
+        self._check_biases(params, place)
         if stream:
             interval = params.stream_interval or self._stream_interval
         else:
@@ -215,6 +222,15 @@ class InputReader:
                 f"{params.min_new_tokens} cannot be reached; lower it to 0"
             )
         return stop_ids
+
+    def _check_biases(self, params: SamplingParams, place: str) -> None:
+        vocab_size = self._facts.vocab_size
+        for token, _ in params.logit_bias:
+            if token >= vocab_size:
+                raise InvalidArgument(
+                    f"{place}: logit_bias has {token}, but the vocabulary has {vocab_size} ids "
+                    f"(0 to {vocab_size - 1})"
+                )
 
     # ── tokens ──
 
@@ -303,13 +319,13 @@ def _with_min_tokens_at_most(params: SamplingParams, limit: int) -> SamplingPara
 # ── shapes ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read_prompts(prompt: Any, input_ids: Any) -> _Prompts:
+def _read_prompts(prompt: Any, input_ids: Any, source: str) -> _Prompts:
     """Whether the call is single or a batch, and its items; `prompt` decides, `input_ids` are what is run."""
     if prompt is None and input_ids is None:
         raise InvalidArgument("there is nothing to generate from; give prompt or input_ids")
     if prompt is None:
         rows, single = _read_id_rows(input_ids)
-        return _Prompts("input_ids", (), rows, single)
+        return _Prompts(source, (), rows, single)
     single = isinstance(prompt, str)
     texts = [str(prompt)] if isinstance(prompt, str) else _read_texts(prompt)
     _check_encodable(texts, single=single)

@@ -77,11 +77,7 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (0,),
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (0,),
-    "session_params": (),
     "custom_logit_processor": (),
-    "priority": (),
-    "cache_salt": (),
-    "timeout": (),
 }
 _MEDIA = ("image_data", "audio_data", "video_data")
 _GIVEN_IN_PLACE = ("prompt", "sampling_params", "input_ids", *_MEDIA, "stream", "rid")
@@ -100,7 +96,7 @@ class RequestOptions:
     logprob_token_ids: tuple[int, ...] = ()
     text_in_logprobs: bool = False
     hidden_states: Literal["last", "all"] | None = None
-    priority: int = 0
+    priority: int | None = None
     timeout_seconds: float | None = None
     cache_salt: str = ""
 
@@ -121,7 +117,7 @@ def read_options(
     ids = _token_ids(given.get("token_ids_logprob"), len(places), single=single, vocab_size=facts.vocab_size)
     texts = options.each("return_text_in_logprobs", check_flag, False)
     hidden = options.each("return_hidden_states", _hidden_states, None)
-    priorities = options.each("priority", _priority, 0)
+    priorities = options.each("priority", _priority, None)
     timeouts = options.each("timeout", _timeout, None)
     salts = options.each("cache_salt", check_text, "")
     return [
@@ -228,7 +224,7 @@ def _priority(name: str, value: Any) -> int:
 
 
 def _timeout(name: str, value: Any) -> float | None:
-    if value == math.inf:
+    if isinstance(value, float) and value == math.inf:
         return None
     return check_real(name, value, minimum=0, above=True, remedy="; seconds, or None for no limit")
 

@@ -44,6 +44,7 @@ class Tokenizer:
         self._encoding = threading.Lock()  # transformers sets padding on the shared object before it encodes
         self.vocab_size = len(tokenizer)
         self.eos_token_ids = _eos_token_ids(tokenizer)
+        self.bos_token_id: int | None = tokenizer.bos_token_id
         self._added = {
             token_id: (token.content, token.special)
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -73,11 +74,16 @@ class Tokenizer:
         """The tokenizer of transformers itself."""
         return self._tokenizer
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, with the special tokens that the tokenizer adds by itself."""
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Ids of each text, with the special tokens that the tokenizer adds by itself, or without."""
         try:
             with self._encoding:
-                ids = self._tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
+                ids = self._tokenizer(
+                    list(texts),
+                    add_special_tokens=add_special_tokens,
+                    return_attention_mask=False,
+                    verbose=False,
+                )["input_ids"]
         except (TypeError, UnicodeEncodeError) as error:
             raise _unencodable(texts, error) from None
         return list(ids)

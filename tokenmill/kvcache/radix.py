@@ -5,6 +5,7 @@ One node is one full page of tokens in every page group. The tree says what to e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 # The place above all first pages. It is no node: it holds no pages and cannot be pinned.
@@ -87,6 +88,20 @@ class PrefixTree:
             if not self._num_children[node]:
                 self._push_leaf(node)
             node = self._parent(node)
+
+    def count_unpinned(self, nodes: Iterable[int]) -> int:
+        """How many more nodes nobody would need after one `unpin` of each of these; changes nothing."""
+        pins: dict[int, int] = {}
+        count = 0
+        for start in nodes:
+            node = start
+            while node != ROOT:
+                pins[node] = pins.get(node, self._pins[node]) - 1
+                if pins[node]:
+                    break
+                count += 1
+                node = self._parent(node)
+        return count
 
     def evict(self) -> tuple[int, ...]:
         """Forget the leaf that has been unused for longest and return its pages; one must be unpinned."""

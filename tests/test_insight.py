@@ -1,0 +1,291 @@
+"""Log-probabilities, hidden states, penalties and biases against transformers and written-out formulas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tokenmill as sgl
+
+pytestmark = pytest.mark.cpu
+
+PROMPTS = [
+    list(range(40, 75)),
+    [9, 200, 31, 7],
+    [*range(40, 64), *range(90, 110)],
+    [250],
+]
+GREEDY = {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
+# How the engine may cut, share and repeat work without anybody noticing.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"chunked_prefill_size": 6},
+    "crowded": {"chunked_prefill_size": 16, "max_total_tokens": 96, "page_size": 4},
+    "no cache": {"disable_radix_cache": True, "max_running_requests": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: Callable[..., Path]) -> Path:
+    return make_model("qwen3", head_dim=16)
+
+
+@cache
+def transformers_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reference(folder: Path, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [tokens, vocabulary], hidden states after the final norm [tokens, hidden])"""
+    with torch.inference_mode():
+        output = transformers_model(folder)(torch.tensor([list(ids)]), output_hidden_states=True)
+    return output.logits[0], output.hidden_states[-1][0]
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=str)
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[sgl.Engine]:
+    settings = {"context_length": 128, **SETTINGS[request.param]}
+    with sgl.Engine(model_path=str(folder), device="cpu", dtype="float32", **settings) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[sgl.Engine]:
+    with sgl.Engine(model_path=str(folder), device="cpu", dtype="float32") as engine:
+        yield engine
+
+
+# ── log-probabilities ──
+
+
+def test_logprobs_are_those_of_transformers(engine: sgl.Engine, folder: Path) -> None:
+    for starts in ([0, 0, 0, 0], [12, 4, 30, -1], [0, 1, 43, 1]):
+        results = engine.generate(
+            input_ids=PROMPTS,
+            sampling_params=GREEDY,
+            return_logprob=True,
+            logprob_start_len=starts,
+            top_logprobs_num=3,
+            token_ids_logprob=[5, 299, 5],
+        )
+        for prompt, start, result in zip(PROMPTS, starts, results, strict=True):
+            check_logprobs(folder, prompt, len(prompt) if start == -1 else start, result)
+
+
+def check_logprobs(folder: Path, prompt: list[int], start: int, result: dict[str, Any]) -> None:
+    meta, output = result["meta_info"], result["output_ids"]
+    logits, _ = reference(folder, prompt + output)
+    expected = logits.log_softmax(-1)
+    sides = {"input": (start, len(prompt)), "output": (len(prompt), len(prompt + output))}
+    assert meta["output_token_logprobs_length"] == len(output)
+    for side, (first, end) in sides.items():
+        tokens = meta[f"{side}_token_logprobs"]
+        assert [token for _, token, _ in tokens] == (prompt + output)[first:end]
+        assert len(meta[f"{side}_top_logprobs"]) == len(meta[f"{side}_token_ids_logprobs"]) == end - first
+        for place, position in enumerate(range(first, end)):
+            if position == 0:
+                assert tokens[0] == (None, prompt[0], None)
+                assert meta["input_top_logprobs"][0] is None
+                assert meta["input_token_ids_logprobs"][0] is None
+                continue
+            row = expected[position - 1]
+            assert tokens[place][0] == pytest.approx(float(row[(prompt + output)[position]]), abs=1e-4)
+            best = row.topk(3)
+            top = meta[f"{side}_top_logprobs"][place]
+            assert [token for _, token, _ in top] == best.indices.tolist()
+            assert [value for value, _, _ in top] == pytest.approx(best.values.tolist(), abs=1e-4)
+            given = meta[f"{side}_token_ids_logprobs"][place]
+            assert [token for _, token, _ in given] == [5, 299, 5]
+            assert [value for value, _, _ in given] == pytest.approx(row[[5, 299, 5]].tolist(), abs=1e-4)
+
+
+def test_output_logprobs_follow_temperature_and_changes_of_the_logits(llm: sgl.Engine, folder: Path) -> None:
+    prompt = PROMPTS[0]
+    params = {"temperature": 0.7, "top_k": 4, "max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3}
+    params |= {"logit_bias": {"11": 2.5, "70": -1.0}, "presence_penalty": 1.5}
+    result = llm.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+    output = result["output_ids"]
+    logits, _ = reference(folder, prompt + output)
+    for place, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"]):
+        changed = logits[len(prompt) + place - 1].clone()
+        changed[list(set(output[:place]))] -= 1.5
+        changed[11] += 2.5
+        changed[70] -= 1.0
+        assert token == output[place]
+        assert value == pytest.approx(float((changed / 0.7).log_softmax(-1)[token]), abs=1e-4)
+
+
+def test_a_prompt_can_be_scored_without_an_output(llm: sgl.Engine, folder: Path) -> None:
+    for params in ({"max_new_tokens": 0}, {"max_new_tokens": 0, "temperature": 0}):
+        results = llm.generate(
+            input_ids=PROMPTS, sampling_params=params, return_logprob=True, token_ids_logprob=[3, 4]
+        )
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert (result["output_ids"], result["meta_info"]["completion_tokens"]) == ([], 0)
+            expected = reference(folder, prompt)[0][-1].log_softmax(-1)
+            [given] = result["meta_info"]["output_token_ids_logprobs"]
+            assert [value for value, _, _ in given] == pytest.approx(expected[[3, 4]].tolist(), abs=1e-4)
+            [(value, token, _)] = result["meta_info"]["output_token_logprobs"]
+            assert value == pytest.approx(float(expected[token]), abs=1e-4)
+
+
+def test_tokens_can_be_read_and_stop_strings_cut_the_lists(llm: sgl.Engine) -> None:
+    whole = llm.generate("ab", GREEDY, return_logprob=True, return_text_in_logprobs=True)
+    texts = [text for _, _, text in whole["meta_info"]["output_token_logprobs"]]
+    assert all(isinstance(text, str) for text in texts)
+    # Byte tokens above 127 are no characters; one below is a stop string of its own.
+    place = next((i for i, text in enumerate(texts) if text.isascii()), None)
+    if place is not None:
+        cut = llm.generate("ab", {**GREEDY, "stop": texts[place]}, return_logprob=True)
+        assert len(cut["meta_info"]["output_token_logprobs"]) == len(cut["output_ids"]) <= place + 1
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_streams_give_the_same_lists(folder: Path, cumulative: bool) -> None:
+    wishes: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 2, "return_hidden_states": True}
+    with sgl.Engine(
+        model_path=str(folder), device="cpu", dtype="float32", cumulative_stream=cumulative
+    ) as engine:
+        whole = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, **wishes)["meta_info"]
+        chunks = list(engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, stream=True, **wishes))
+    metas = [chunk["meta_info"] for chunk in chunks]
+    assert all(meta["input_token_logprobs"] == whole["input_token_logprobs"] for meta in metas)
+    if cumulative:
+        assert metas[-1]["output_token_logprobs"] == whole["output_token_logprobs"]
+        hidden = metas[-1]["hidden_states"]
+    else:
+        assert [entry for meta in metas for entry in meta["output_token_logprobs"]] == (
+            whole["output_token_logprobs"]
+        )
+        hidden = [entry for meta in metas for entry in meta["hidden_states"]]
+    assert len(hidden) == len(whole["hidden_states"]) == 7
+    for ours, theirs in zip(hidden, whole["hidden_states"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_what_cannot_be_asked_for(llm: sgl.Engine) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"logprob_start_len": 5}, r"logprob_start_len is 5, but input_ids has only 4 tokens"),
+        ({"logprob_start_len": -2}, "logprob_start_len must be at least -1"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num must be between 0 and"),
+        ({"token_ids_logprob": [300]}, r"token_ids_logprob\[0\] must be between 0 and 299"),
+        ({"token_ids_logprob": [[1], [2]]}, "one prompt"),
+        ({"token_ids_logprob": "5"}, "token_ids_logprob must be a list"),
+        ({"return_logprob": 1}, "return_logprob must be True or False"),
+        ({"return_logprob": [True]}, "there is one prompt"),
+        ({"return_hidden_states": "first"}, "'last' or 'all'"),
+    ]
+    for wishes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(input_ids=PROMPTS[1], **{"return_logprob": True, **wishes})
+    for value in ({300: 1.0}, {-1: 1.0}, {"x": 1.0}, {1: "a"}, {1: float("nan")}, [1.0], 3):
+        with pytest.raises(ValueError, match="logit_bias"):
+            llm.generate(input_ids=PROMPTS[1], sampling_params={"logit_bias": value})
+
+
+# ── hidden states ──
+
+
+def test_hidden_states_are_those_of_transformers(engine: sgl.Engine, folder: Path) -> None:
+    wishes = [True, False, "all", "last"]
+    for _ in range(2):  # the second time with everything in the prefix cache
+        results = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_hidden_states=wishes)
+        for prompt, wish, result in zip(PROMPTS, wishes, results, strict=True):
+            if not wish:
+                assert "hidden_states" not in result["meta_info"]
+                continue
+            given = result["meta_info"]["hidden_states"]
+            _, expected = reference(folder, prompt + result["output_ids"][:-1])
+            if wish == "last":
+                np.testing.assert_allclose(given, expected[-1], atol=1e-4)
+                continue
+            assert len(given) == len(result["output_ids"])
+            assert np.shape(given[0]) == (len(prompt), expected.shape[1])
+            np.testing.assert_allclose(np.concatenate([given[0], given[1:]]), expected, atol=1e-4)
+
+
+# ── penalties and biases ──
+
+CHANGES: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.8},
+    {"presence_penalty": 2.0},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.5, "frequency_penalty": -1.0},
+    {"repetition_penalty": 1.9, "penalize_prompt": True},
+    {"logit_bias": {17: 100.0}, "frequency_penalty": 2.0},
+    {"logit_bias": {str(token): float(token % 7) - 3 for token in range(300)}},
+    {"logit_bias": {17: float("inf"), 18: float("-inf")}},
+    {},
+]
+
+
+def penalized_greedy(folder: Path, prompt: list[int], count: int, **params: Any) -> list[int]:
+    """The formulas of each penalty, token by token."""
+    output: list[int] = []
+    for _ in range(count):
+        logits = reference(folder, prompt + output)[0][-1].tolist()
+        counts = Counter(output)
+        seen = set(output) | (set(prompt) if params.get("penalize_prompt") else set())
+        for token, number in counts.items():
+            logits[token] -= params.get("frequency_penalty", 0) * number + params.get("presence_penalty", 0)
+        for token in seen:
+            factor = params.get("repetition_penalty", 1)
+            logits[token] = logits[token] * factor if logits[token] < 0 else logits[token] / factor
+        for key, bias in params.get("logit_bias", {}).items():
+            logits[int(key)] += bias
+        output.append(int(np.argmax(logits)))
+    return output
+
+
+def test_penalized_tokens_are_those_of_the_formulas(engine: sgl.Engine, folder: Path) -> None:
+    """All in one batch, with a row that wants nothing; small pools push requests back and forth."""
+    prompts = [PROMPTS[index % 3] for index in range(len(CHANGES))]
+    params = [{**GREEDY, "max_new_tokens": 12, **changes} for changes in CHANGES]
+    results = engine.generate(input_ids=prompts, sampling_params=params)
+    for prompt, changes, result in zip(prompts, CHANGES, results, strict=True):
+        assert result["output_ids"] == penalized_greedy(folder, prompt, 12, **changes), changes
+
+
+def test_requests_were_pushed_back(folder: Path) -> None:
+    """The small pool of these tests does what it is there for."""
+    with sgl.Engine(
+        model_path=str(folder), device="cpu", dtype="float32", context_length=128, **SETTINGS["crowded"]
+    ) as engine:
+        results = engine.generate(
+            input_ids=[PROMPTS[index % 3] for index in range(9)],
+            sampling_params={**GREEDY, "max_new_tokens": 12},
+        )
+    assert max(result["meta_info"]["num_retractions"] for result in results) > 0
+
+
+def test_wishes_of_one_row_leave_the_others_alone(llm: sgl.Engine) -> None:
+    params = {"max_new_tokens": 9, "ignore_eos": True, "sampling_seed": 5, "temperature": 1.1, "top_p": 0.9}
+    alone = [llm.generate(input_ids=prompt, sampling_params=params)["output_ids"] for prompt in PROMPTS]
+    others = {"frequency_penalty": 1.0, "logit_bias": {3: 9.0}, "max_new_tokens": 30, "n": 1}
+    results = llm.generate(
+        input_ids=[*PROMPTS, PROMPTS[0], PROMPTS[1]],
+        sampling_params=[params] * 4 + [{**params, **others}] * 2,
+        return_logprob=[False] * 4 + [True, False],
+        return_hidden_states=[False] * 5 + [True],
+    )
+    assert [result["output_ids"] for result in results[:4]] == alone
+
+
+def test_a_batch_that_changes_its_mind(llm: sgl.Engine) -> None:
+    """Rows with extras give way to plain ones in the same slots."""
+    plain = llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)["output_ids"]
+    llm.generate(
+        input_ids=PROMPTS * 4,
+        sampling_params={**GREEDY, "repetition_penalty": 2.0, "logit_bias": {1: 50.0}},
+        return_logprob=True,
+    )
+    assert llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)["output_ids"] == plain

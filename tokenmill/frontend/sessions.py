@@ -1,0 +1,420 @@
+"""Sessions: the turns that conversations have had, as trees of token ids, and what a next turn continues.
+
+Keys and values are nobody's business here: a turn runs with its whole context as prompt, and the core's
+prefix cache finds what was computed before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.messages import IntArray
+from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, show
+
+if TYPE_CHECKING:
+    from tokenmill.frontend.outputs import Row
+
+logger = logging.getLogger("tokenmill")
+
+_KEYS = ("id", "session_id", "rid", "offset", "replace", "drop_previous_output")
+
+
+class Tokenizer(Protocol):
+    """What sessions need of a tokenizer."""
+
+    bos_token_id: int | None
+
+    def decode_batch(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]: ...
+
+
+class Continuation:
+    """What a call continues, and what becomes of its results; for a call without a session, nothing.
+
+    The methods are called in the order in which they stand here; `drop` at any time, by any thread.
+    """
+
+    def join(self, rows: list[IntArray], places: list[str]) -> tuple[list[IntArray], list[str]]:
+        """Whole prompts from the tokenized ones, and how messages name them."""
+        return rows, places
+
+    def start(self, rows: Sequence[Row]) -> Sequence[str]:
+        """Note that these requests run; gives the names of requests that are obsolete now."""
+        return ()
+
+    def finish(self, row: Row) -> None:
+        """Take in what a request came to."""
+
+    def drop(self) -> None:
+        """Nobody waits for what has not finished."""
+
+
+NO_SESSION = Continuation()
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """One request of a session: the first `num_inherited` tokens up to its parent, its prompt, its output."""
+
+    parent: _Turn | None
+    num_inherited: int
+    prompt_ids: IntArray  # without what is inherited
+    num_characters: int  # of its own prompt and output
+    name: str  # under which the core knows it
+    call: _SessionCall | None  # that waits for it; None: finished
+    output_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def tokens(self, count: int) -> IntArray:
+        """The first `count` tokens of context and output."""
+        pieces: list[IntArray] = []
+        turn: _Turn | None = self
+        while turn is not None and count:
+            own = np.concatenate((turn.prompt_ids, turn.output_ids))
+            pieces.append(own[: max(0, count - turn.num_inherited)])
+            count = min(count, turn.num_inherited)
+            turn = turn.parent
+        return np.concatenate(pieces[::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """The keys of `session_params`, checked."""
+
+    session_id: str
+    rid: str | None
+    offset: int
+    replace: bool
+    drop_previous_output: bool
+
+
+class _Session:
+    """The turns of one conversation, in the order in which they began; the lock of `Sessions` guards them."""
+
+    def __init__(self, session_id: str, capacity: int, *, streaming: bool, timeout: float | None) -> None:
+        self.id = session_id
+        self.capacity = capacity
+        self.streaming = streaming
+        self.timeout = timeout
+        self.used_seconds = 0.0  # when it was last used
+        self.turns: dict[str, _Turn] = {}
+
+    @property
+    def latest(self) -> _Turn | None:
+        """The finished turn that began last."""
+        return next((turn for turn in reversed(self.turns.values()) if turn.call is None), None)
+
+    @property
+    def is_running(self) -> bool:
+        return any(turn.call is not None for turn in self.turns.values())
+
+    def forget_dropped(self) -> None:
+        """Forget turns that nobody waits for any more."""
+        self.turns = {
+            rid: turn for rid, turn in self.turns.items() if turn.call is None or not turn.call.is_dropped
+        }
+
+    def without_children(self, parent: _Turn | None) -> dict[str, _Turn]:
+        """The turns that do not descend from `parent`; of no parent, all do."""
+        gone: set[_Turn | None] = {parent}
+        kept = {}
+        for rid, turn in self.turns.items():  # children stand behind their parents
+            if parent is None or turn.parent in gone:
+                gone.add(turn)
+            else:
+                kept[rid] = turn
+        return kept
+
+    def parent_for(self, wish: _Wish) -> _Turn | None:
+        """The turn that is continued; None for a beginning."""
+        if wish.rid is None:
+            return None if wish.replace else self.latest
+        turn = self.turns.get(wish.rid)
+        if turn is None:
+            raise InvalidArgument(
+                f"session {self.id!r} has no turn {wish.rid!r}; pass the meta_info['id'] of a result of this "
+                "session (turns that were aborted or replaced are forgotten), or leave rid out for the latest"
+            )
+        if turn.call is not None:
+            raise InvalidArgument(
+                f"turn {wish.rid!r} of session {self.id!r} has not finished; wait for its result before "
+                "you continue it"
+            )
+        return turn
+
+    def check_streaming(self, wish: _Wish) -> None:
+        """A streaming session is one line of turns; raise for what would branch it or cut it."""
+        for key in ("replace", "offset", "drop_previous_output"):
+            if getattr(wish, key):
+                raise InvalidArgument(
+                    f"session_params[{key!r}] is not possible in the streaming session {self.id!r}, which "
+                    "only appends; leave it out, or open the session with streaming=False"
+                )
+        if self.is_running:
+            raise self.busy()
+        if wish.rid is not None and self.turns.get(wish.rid) not in (None, self.latest):
+            raise InvalidArgument(
+                f"turn {wish.rid!r} is not the latest of the streaming session {self.id!r}; leave rid out"
+            )
+
+    def busy(self) -> InvalidArgument:
+        """The error for a second request of a streaming session."""
+        return InvalidArgument(
+            f"the streaming session {self.id!r} takes one request at a time; wait for the result of the "
+            "last one, or open the session with streaming=False"
+        )
+
+    def check_room(self, kept: Mapping[str, _Turn], num_new: int) -> None:
+        """Raise if so many characters do not fit beside the turns that are kept."""
+        num_kept = sum(turn.num_characters for turn in kept.values())
+        if num_kept + num_new > self.capacity:
+            raise InvalidArgument(
+                f"session {self.id!r} keeps at most {self.capacity} characters (capacity_of_str_len); it has "
+                f"{num_kept}, and this call would add {num_new}; start over with session_params['replace'], "
+                "or open a session with a larger capacity_of_str_len"
+            )
+
+
+class Sessions:
+    """All sessions of an engine. Every method may be called from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Without a tokenizer a token counts as one character; `clock` gives seconds."""
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[str, _Session] = {}
+        # When to look whether a session is idle: (seconds, tie-breaker, session).
+        self._looks: list[tuple[float, int, _Session]] = []
+        self._ties = itertools.count()
+
+    def open(
+        self, capacity_of_str_len: Any, session_id: Any = None, *, streaming: Any = False, timeout: Any = None
+    ) -> str | None:
+        """The id of a new session, or None if a session has this id; see `Engine.open_session`."""
+        remedy = "; the most characters of text that the session may hold"
+        capacity = check_whole("capacity_of_str_len", capacity_of_str_len, minimum=1, remedy=remedy)
+        chosen = uuid.uuid4().hex if session_id is None else check_text("session_id", session_id)
+        if not chosen:
+            raise InvalidArgument("session_id is empty; leave it out for a random id")
+        seconds = None
+        if timeout is not None:
+            seconds = check_real("timeout", timeout, minimum=0, above=True, remedy="; seconds, or None")
+        session = _Session(chosen, capacity, streaming=check_flag("streaming", streaming), timeout=seconds)
+        with self._lock:
+            self._close_idle()
+            is_new = self._open.setdefault(chosen, session) is session
+            if is_new:
+                self._touch(session)
+            if is_new and seconds is not None:
+                self._look_again(session, session.used_seconds + seconds)
+        if not is_new:
+            logger.warning("session %r is open already", chosen)
+        return chosen if is_new else None
+
+    def close(self, session_id: Any) -> None:
+        """Forget a session; its requests go on and are not recorded. An unknown id is a warning."""
+        chosen = check_text("session_id", session_id)
+        with self._lock:
+            self._close_idle()
+            closed = self._open.pop(chosen, None)
+        if closed is None:
+            logger.warning("there is no session %r to close", chosen)
+
+    def continuation(self, session_params: Any, session_id: Any = None) -> Continuation:
+        """What a call with these arguments continues. Raises `InvalidArgument` if it cannot."""
+        if session_params is None:
+            return NO_SESSION
+        if session_id is not None:
+            raise InvalidArgument(
+                "session_id and session_params are both given; session_params continues a session, and "
+                "session_id is a hint: leave it out"
+            )
+        wish = _read_wish(session_params)
+        with self._lock:
+            self._close_idle()
+            session = self._find(wish.session_id)
+            session.forget_dropped()
+            if session.streaming:
+                session.check_streaming(wish)
+            parent = session.parent_for(wish)
+        return _SessionCall(self, session, parent, wish)
+
+    # ── for the calls ──
+
+    def begin(self, call: _SessionCall, turns: Mapping[str, _Turn]) -> list[str]:
+        """Add the turns of a call, all or none; gives the names of running ones that it replaces."""
+        session = call.session
+        with self._lock:
+            if self._find(session.id) is not session:
+                raise _unknown(session.id)
+            session.forget_dropped()
+            if session.streaming and (
+                len(turns) > 1 or session.is_running or session.latest is not call.parent
+            ):
+                raise session.busy()
+            if call.parent is not None and call.parent not in session.turns.values():
+                raise InvalidArgument(f"session {session.id!r} was changed meanwhile by another call; repeat")
+            kept = session.without_children(call.parent) if call.replaces else session.turns
+            session.check_room(kept, sum(turn.num_characters for turn in turns.values()))
+            for rid in turns:
+                if rid in kept:
+                    raise InvalidArgument(
+                        f"rid {rid!r} is a turn of session {session.id!r} already; give every turn its own"
+                    )
+            replaced = [turn for rid, turn in session.turns.items() if rid not in kept]
+            session.turns = {**kept, **turns}
+            self._touch(session)
+        return [turn.name for turn in replaced if turn.call is not None]
+
+    def end(self, call: _SessionCall, rid: str, output_ids: IntArray | None) -> None:
+        """A turn of a call has finished, or, without output, was aborted and is forgotten."""
+        num_characters = 0 if output_ids is None else self.count_characters(output_ids)
+        session = call.session
+        with self._lock:
+            turn = session.turns.get(rid)
+            if turn is None or turn.call is not call:
+                return  # replaced meanwhile
+            if output_ids is None:
+                del session.turns[rid]
+            else:
+                turn.output_ids = output_ids
+                turn.num_characters += num_characters
+                turn.call = None
+            self._touch(session)
+
+    def count_characters(self, token_ids: IntArray) -> int:
+        """How much of a session's capacity these tokens take."""
+        if self._tokenizer is None:
+            return len(token_ids)
+        [text] = self._tokenizer.decode_batch([token_ids.tolist()], skip_special_tokens=False)
+        return len(text)
+
+    def without_bos(self, token_ids: IntArray) -> IntArray:
+        """Tokens that are to stand behind others: a token that begins a text is removed."""
+        bos = None if self._tokenizer is None else self._tokenizer.bos_token_id
+        return token_ids[1:] if bos is not None and token_ids[0] == bos else token_ids
+
+    # ── with the lock held ──
+
+    def _find(self, session_id: str) -> _Session:
+        session = self._open.get(session_id)
+        if session is None:
+            raise _unknown(session_id)
+        return session
+
+    def _touch(self, session: _Session) -> None:
+        session.used_seconds = self._clock()
+
+    def _look_again(self, session: _Session, seconds: float) -> None:
+        heapq.heappush(self._looks, (seconds, next(self._ties), session))
+
+    def _close_idle(self) -> None:
+        """Close the sessions that were idle for longer than their timeout."""
+        now = self._clock()
+        while self._looks and self._looks[0][0] <= now:
+            _, _, session = heapq.heappop(self._looks)
+            if session.timeout is None or self._open.get(session.id) is not session:
+                continue  # closed
+            session.forget_dropped()
+            if session.is_running:
+                self._touch(session)
+            if session.used_seconds + session.timeout <= now:
+                del self._open[session.id]
+            else:
+                self._look_again(session, session.used_seconds + session.timeout)
+
+
+class _SessionCall(Continuation):
+    """A call in a session: one or several turns that continue the same one."""
+
+    def __init__(self, sessions: Sessions, session: _Session, parent: _Turn | None, wish: _Wish) -> None:
+        self.session = session
+        self.parent = parent
+        self.replaces = wish.replace
+        self.is_dropped = False
+        self._sessions = sessions
+        self._inherited = _inherited(session, parent, wish)
+        self._num_characters: list[int] = []
+
+    def join(self, rows: list[IntArray], places: list[str]) -> tuple[list[IntArray], list[str]]:
+        if self._inherited.size:
+            rows = [self._sessions.without_bos(row) for row in rows]
+            places = [f"{place} with its context in session {self.session.id!r}" for place in places]
+        for row, place in zip(rows, places, strict=True):
+            if not row.size:
+                raise InvalidArgument(f"{place} adds no token; give at least one character")
+        self._num_characters = [self._sessions.count_characters(row) for row in rows]
+        return [np.concatenate((self._inherited, row)) for row in rows], places
+
+    def start(self, rows: Sequence[Row]) -> Sequence[str]:
+        return self._sessions.begin(self, {row.request.id: turn for row, turn in self._turns(rows)})
+
+    def _turns(self, rows: Sequence[Row]) -> Iterator[tuple[Row, _Turn]]:
+        for index, row in enumerate(rows):
+            # Several rows may be samples of one prompt.
+            num_characters = self._num_characters[index * len(self._num_characters) // len(rows)]
+            own = row.request.prompt_ids[len(self._inherited) :].copy()
+            yield row, _Turn(self.parent, len(self._inherited), own, num_characters, row.name, self)
+
+    def finish(self, row: Row) -> None:
+        is_answer = row.finish is not None and row.finish.kind != "abort"
+        output_ids = np.asarray(row.token_ids, dtype=np.int32) if is_answer else None
+        self._sessions.end(self, row.request.id, output_ids)
+
+    def drop(self) -> None:
+        # No lock: the garbage collector may call this at any time, also while a thread holds the lock.
+        self.is_dropped = True
+
+
+def _inherited(session: _Session, parent: _Turn | None, wish: _Wish) -> IntArray:
+    """The tokens that stand before the new prompt."""
+    count = 0
+    if parent is not None:
+        count = parent.num_inherited + len(parent.prompt_ids)
+        count += 0 if wish.drop_previous_output else len(parent.output_ids)
+    if wish.offset > count:
+        raise InvalidArgument(
+            f"session_params['offset'] is {wish.offset}, but the context in session {session.id!r} has only "
+            f"{count} tokens; lower it, or leave it out to keep them all"
+        )
+    count = wish.offset or count
+    return np.empty(0, np.int32) if parent is None else parent.tokens(count)
+
+
+def _read_wish(value: Any) -> _Wish:
+    if not isinstance(value, Mapping):
+        raise WrongType(f"session_params must be a dict for the whole call, got {show(value)}")
+    for key in value:
+        if key not in _KEYS:
+            hint = did_you_mean(key, _KEYS) if isinstance(key, str) else ""
+            raise UnknownArgument(f"session_params has no key {show(key)}.{hint}")
+    given = {key: item for key, item in value.items() if item is not None}
+    if ("id" in given) == ("session_id" in given):
+        has = "has both id and session_id" if given.get("id") else "names no session"
+        raise InvalidArgument(f"session_params {has}; give the id that open_session returned as 'id'")
+    session_id = given.get("id", given.get("session_id"))
+    rid = given.get("rid")
+    return _Wish(
+        check_text("session_params['id']", session_id),
+        None if rid is None else check_text("session_params['rid']", rid),
+        check_whole("session_params['offset']", given.get("offset", 0), minimum=0),
+        check_flag("session_params['replace']", given.get("replace", False)),
+        check_flag("session_params['drop_previous_output']", given.get("drop_previous_output", False)),
+    )
+
+
+def _unknown(session_id: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"there is no session {session_id!r}: it was not opened, was closed, or was idle for longer than its "
+        "timeout; use what open_session returned"
+    )
