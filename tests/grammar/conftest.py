@@ -35,7 +35,7 @@ def allowed(row: Any) -> list[int]:
 
 
 def draw(
-    name: str, kind: GrammarKind, text: str, *, seed: int, most: int = 100, end: float = 0.2
+    name: str, kind: GrammarKind, text: str, *, seed: int, most: int = 150, end: float = 0.2
 ) -> str | None:
     """An output drawn at random, ended with this probability wherever it may end; None if it got too long."""
     random = np.random.default_rng(seed)

@@ -31,16 +31,15 @@ SCHEMAS: list[Any] = [
     {
         "type": "object",
         "properties": {
-            "day": {"type": "string", "format": "date"},
+            "host": {"type": "string", "format": "ipv4"},
             "kind": {"anyOf": [{"type": "null"}, {"const": "x"}]},
-            "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,3}$"},
             "next": {"$ref": "#/$defs/pair"},
         },
-        "required": ["day", "kind", "code", "next"],
+        "required": ["host", "kind", "code", "next"],
         "additionalProperties": False,
-        "$defs": {"pair": {"type": "array", "prefixItems": [{"type": "integer"}], "items": False}},
+        "$defs": {"pair": {"type": "array", "prefixItems": [{"enum": [1, 2]}], "items": False}},
     },
-    True,
 ]
 PATTERNS = [
     r"\d{3}-\d{3}-\d{4}",
@@ -74,6 +73,15 @@ def test_json_follows_its_schema(name: str, schema: Any, drawn: Drawn) -> None:
     for text in drawn(name, "json_schema", json.dumps(schema)):
         checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
         jsonschema.validate(json.loads(text), schema, format_checker=checker)
+
+
+@each_backend
+@pytest.mark.parametrize("schema", ["{}", "true"])
+@pytest.mark.parametrize("value", [None, [1, -2.5e3, 'a"b'], {"x": {"y": []}, "z": True}], ids=str)
+def test_any_json(name: str, schema: str, value: Any) -> None:
+    matcher = backend(name).compile(Grammar("json_schema", schema)).new()
+    assert all(matcher.accept(token) for token in tokenizer().encode(json.dumps(value)))
+    assert matcher.is_accepting
 
 
 @each_backend
@@ -229,8 +237,7 @@ def test_hostile_grammars_cost_llguidance_little(kind: GrammarKind, text: str) -
     library = backend("llguidance")
     try:
         matcher = library.compile(Grammar(kind, text)).new()
-    except BadGrammar as error:
-        assert len(str(error)) < 400
+    except BadGrammar:
         return
     masks = np.zeros((1, library.num_words), dtype=np.int32)
     library.fill_masks([matcher], masks)

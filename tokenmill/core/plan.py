@@ -1,15 +1,39 @@
 """One step while it is being scheduled: collects rows and pages, then turns them into a `StepPlan`.
 
-Decides nothing; holds no state between steps.
+Decides nothing; holds no state between steps. What is remembered of a step on its way is a `Flight`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import BoolArray, IntArray, RowStarts, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step whose result is not taken in yet."""
+
+    slots: IntArray  # of the plan's rows
+    samples: BoolArray  # which of the plan's rows draw a token
+    states: list[RequestState]  # whose rows these are, in the plan's order
+    num_decodes: int
+    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
+    prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
+
+    @property
+    def draws(self) -> Iterable[tuple[int, RequestState]]:
+        """The slots that draw a token, and whose they are."""
+        return zip(self.slots[self.samples].tolist(), self.states, strict=True)
+
+    def state(self, row: int) -> RequestState:
+        """Whose row of the plan this is."""
+        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class PlanDraft:

@@ -14,12 +14,12 @@ import numpy as np
 
 from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
-from tokenmill.core.plan import PlanDraft
+from tokenmill.core.plan import Flight, PlanDraft
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
-from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
+from tokenmill.messages import Finish, IntArray, Output, Request, StepPlan, StepResult
 
 _CANCELLED = "The request was aborted by its caller."
 
@@ -36,22 +36,6 @@ class SchedulerLimits:
     max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
     max_sequence_tokens: int  # prompt and output together
     max_queued: int | None = None  # requests that may wait beyond the free rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A step whose result is not taken in yet."""
-
-    slots: IntArray  # of the plan's rows
-    samples: BoolArray  # which of the plan's rows draw a token
-    states: list[RequestState]  # whose rows these are, in the plan's order
-    num_decodes: int
-    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
-    prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
-
-    def state(self, row: int) -> RequestState:
-        """Whose row of the plan this is."""
-        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class Scheduler:
@@ -91,7 +75,7 @@ class Scheduler:
         self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
         self._prefilling: list[RequestState] = []  # at most one between steps
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -201,7 +185,7 @@ class Scheduler:
         plan = draft.build()
         drawing = [state for state in prefills if state.draws]
         self._flights.append(
-            _Flight(
+            Flight(
                 slots=plan.slots,
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
@@ -401,21 +385,16 @@ class Scheduler:
 
     def guided(self) -> list[tuple[int, RequestState]]:
         """The slots of the newest plan whose draw a grammar guides, and whose they are."""
-        flight = self._flights[-1]
-        slots = flight.slots[flight.samples].tolist()
         return [
             (slot, state)
-            for slot, state in zip(slots, flight.states, strict=True)
+            for slot, state in self._flights[-1].draws
             if state.guide is not None and state.finish is None
         ]
 
     def end_stuck(self, states: Iterable[RequestState]) -> list[Output]:
         """End those requests whose grammar left them no token to draw."""
-        return [
-            self._end(state, state.guide.finish)
-            for state in states
-            if state.guide is not None and state.guide.finish is not None
-        ]
+        found = [(state, state.guide.finish) for state in states if state.guide is not None]
+        return [self._end(state, finish) for state, finish in found if finish is not None]
 
     # ── results in ────────────────────────────────────────────────────────────────────────────
 
@@ -441,7 +420,7 @@ class Scheduler:
                 outputs.append(self._end(state, Finish("length", length=0)))
         return outputs
 
-    def _take_in_extras(self, flight: _Flight, result: StepResult) -> list[Output]:
+    def _take_in_extras(self, flight: Flight, result: StepResult) -> list[Output]:
         """Keep what rows were shown; the Outputs of those that failed."""
         if result.logprobs is not None:
             for place, state in enumerate(flight.states):

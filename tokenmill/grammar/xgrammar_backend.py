@@ -155,8 +155,7 @@ class XgrammarBackend:
     def _json(self, schema: Any) -> Any:
         if schema is False:
             raise BadGrammar("the schema `false` allows no output")
-        if schema is True or schema == {}:
-            return self._compiler.compile_builtin_json_grammar()
+        schema = {} if schema is True else schema
         for problem in _unknown(schema):
             raise BadGrammar(f"xgrammar cannot follow {problem}; leave it out, or use llguidance")
         return self._compiler.compile_json_schema(
