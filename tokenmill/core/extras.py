@@ -6,11 +6,15 @@ Owned by its `RequestState`; written by the scheduler only. Most requests have n
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from tokenmill.messages import FloatArray, Insight, LogprobOptions, Logprobs, Request, RowExtras
+
+# The log-probability of a token, those of the likeliest and their ids, those of given ids.
+LogprobRow = tuple[float, list[float], list[int], list[float]]
 
 _NO_PROCESSOR_PARAMS: dict[str, Any] = {}
 
@@ -44,7 +48,7 @@ class RequestExtras:
         self._prompt_hidden: list[FloatArray] = []
         self._next_hidden = 0 if request.hidden_states == "all" else self._num_prompt
         self._is_prompt_told = False
-        self._logprobs: list[tuple[Logprobs, int]] = []  # of tokens not reported yet: columns and place
+        self._logprobs: list[LogprobRow] = []  # of tokens not reported yet
         self._hidden: list[FloatArray] = []  # [1, hidden] each
         self.next_token: int | None = None  # see `Insight`
         self._processor_params = self._params_of_processor()
@@ -88,9 +92,9 @@ class RequestExtras:
 
     # ── what was shown ──
 
-    def show_logprobs(self, logprobs: Logprobs, place: int) -> None:
+    def show_logprobs(self, row: LogprobRow) -> None:
         """Of the token that is known next."""
-        self._logprobs.append((logprobs, place))
+        self._logprobs.append(row)
 
     def show_prompt_logprobs(self, position: int, logprobs: Logprobs) -> None:
         """Of prompt positions from this one on."""
@@ -175,14 +179,26 @@ def _unknown(options: LogprobOptions) -> Logprobs:
     )
 
 
-def _gathered(entries: list[tuple[Logprobs, int]], options: LogprobOptions) -> Logprobs:
-    """Rows of the columns of several steps, which may be wider than this request wants."""
-    if not entries:
+def logprob_rows(logprobs: Logprobs) -> Iterable[LogprobRow]:
+    """The positions one by one: to pick lists apart is much quicker than to slice arrays."""
+    return zip(
+        logprobs.token_N.tolist(),
+        logprobs.top_NK.tolist(),
+        logprobs.top_ids_NK.tolist(),
+        logprobs.given_NI.tolist(),
+        strict=True,
+    )
+
+
+def _gathered(rows: list[LogprobRow], options: LogprobOptions) -> Logprobs:
+    """The columns of rows that may be wider than this request wants."""
+    if not rows:
         return _unknown(options).at(slice(0))
-    top, given = options.num_top, len(options.token_ids)
+    tokens, tops, top_ids, givens = zip(*rows, strict=True)
+    num_top, num_given = options.num_top, len(options.token_ids)
     return Logprobs(
-        token_N=np.array([columns.token_N[place] for columns, place in entries], dtype=np.float32),
-        top_NK=np.stack([columns.top_NK[place, :top] for columns, place in entries]),
-        top_ids_NK=np.stack([columns.top_ids_NK[place, :top] for columns, place in entries]),
-        given_NI=np.stack([columns.given_NI[place, :given] for columns, place in entries]),
+        token_N=np.array(tokens, dtype=np.float32),
+        top_NK=np.array([values[:num_top] for values in tops], dtype=np.float32),
+        top_ids_NK=np.array([ids[:num_top] for ids in top_ids], dtype=np.int32),
+        given_NI=np.array([values[:num_given] for values in givens], dtype=np.float32),
     )

@@ -16,9 +16,10 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.core.deadlines import Clock, Deadlines
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
+from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
-from tokenmill.core.scheduler import Scheduler, SchedulerLimits
+from tokenmill.core.scheduler import Scheduler
 from tokenmill.errors import InvalidArgument
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks

@@ -15,6 +15,16 @@ from tokenmill.kvcache import RowPages
 from tokenmill.messages import BoolArray, IntArray, RowStarts, StepPlan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What one step and one sequence may use."""
+
+    max_rows: int  # slots
+    max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
+    max_sequence_tokens: int  # prompt and output together
+    max_queued: int | None = None  # requests that may wait beyond the free rows
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
     """A step whose result is not taken in yet."""

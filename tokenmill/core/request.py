@@ -99,6 +99,11 @@ class RequestState:
         return self.request.max_new_tokens > 0 or self.request.logprobs is not None
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """Whether its next token is drawn only when the host knows all before it."""
+        return self.extras is not None and self.extras.waits_for_tokens
+
+    @property
     def reusable_tokens(self) -> array[int]:
         """The known tokens whose keys and values may come from the cache, and one to compute."""
         most = None if self.extras is None else self.extras.most_cached

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tokenmill.core.deadlines import timed_out
+from tokenmill.core.extras import logprob_rows
 from tokenmill.core.grammars import Guide
-from tokenmill.core.plan import Flight, PlanDraft
+from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
@@ -22,20 +22,6 @@ from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, StepPlan, StepResult
 
 _CANCELLED = "The request was aborted by its caller."
-
-
-def _waits_for_tokens(state: RequestState) -> bool:
-    return state.extras is not None and state.extras.waits_for_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What one step and one sequence may use."""
-
-    max_rows: int  # slots
-    max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
-    max_sequence_tokens: int  # prompt and output together
-    max_queued: int | None = None  # requests that may wait beyond the free rows
 
 
 class Scheduler:
@@ -95,7 +81,7 @@ class Scheduler:
     @property
     def waits_for_tokens(self) -> bool:
         """Whether some row of the newest step draws only when the host knows all tokens before it."""
-        return self._num_late > 0 and any(map(_waits_for_tokens, self._flights[-1].states))
+        return self._num_late > 0 and any(state.waits_for_tokens for state in self._flights[-1].states)
 
     @property
     def idle(self) -> bool:
@@ -129,7 +115,7 @@ class Scheduler:
                 ended.append(self._turn_away(excess))
                 if excess is state:
                     continue
-            self._num_late += _waits_for_tokens(state)
+            self._num_late += state.waits_for_tokens
             self._states[request.id] = state
             if request.grammar is None:
                 self._queue.add(state)
@@ -423,9 +409,9 @@ class Scheduler:
     def _take_in_extras(self, flight: Flight, result: StepResult) -> list[Output]:
         """Keep what rows were shown; the Outputs of those that failed."""
         if result.logprobs is not None:
-            for place, state in enumerate(flight.states):
+            for state, shown in zip(flight.states, logprob_rows(result.logprobs), strict=True):
                 if state.extras is not None and state.extras.wants_logprobs:
-                    state.extras.show_logprobs(result.logprobs, place)
+                    state.extras.show_logprobs(shown)
         for row, position, logprobs in result.prompt_logprobs:
             if (extras := flight.state(row).extras) is not None:
                 extras.show_prompt_logprobs(position, logprobs)
@@ -460,7 +446,7 @@ class Scheduler:
             self._vacate(state, Phase.FINISHED)
         state.phase = Phase.FINISHED
         del self._states[state.request.id]
-        self._num_late -= _waits_for_tokens(state)
+        self._num_late -= state.waits_for_tokens
         return state.report(finish)
 
     def _vacate(self, state: RequestState, phase: Phase) -> None:

@@ -204,6 +204,7 @@ class Client:
         if row.finish is not None:
             if not call.streams:
                 _raise_if_failed(row, row.finish)
+                row.all_shown(call.shape)
             call.num_unfinished -= 1
             call.session.finish(row)
             if arrival.output.finish is None:

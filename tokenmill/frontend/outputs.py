@@ -78,6 +78,7 @@ class Row:
         self.latency_seconds = 0.0
         self.has_text = text is not None
         self.shown = Shown(request)
+        self._all_shown: dict[str, Any] | None = None
         self._text = text
         self._text_parts: list[str] = []
         self._submitted_seconds = time.perf_counter()
@@ -98,6 +99,22 @@ class Row:
         self.num_retractions = output.num_retractions
         self.latency_seconds = arrival.seconds - self._submitted_seconds
         return piece
+
+    def all_shown(self, shape: Shape) -> dict[str, Any]:
+        """The keys of `meta_info` for everything the finished request was shown; made once.
+
+        Asked for when a row finishes, while others still run, the last of many need not wait for all.
+        """
+        if self._all_shown is None:
+            self._all_shown = self.shown_in(self.shown.all(), self.token_ids, shape)
+        return self._all_shown
+
+    def shown_in(self, piece: ShownPiece, token_ids: list[int], shape: Shape) -> dict[str, Any]:
+        """The keys of `meta_info` for what came with these tokens."""
+        has_prompt = len(token_ids) == len(self.token_ids)
+        return self.shown.meta_info(
+            piece, token_ids=token_ids, has_prompt=has_prompt, token_text=shape.token_text
+        )
 
     @property
     def text(self) -> str:
@@ -126,26 +143,22 @@ class Shape:
 
 def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
     """The dict of a finished request; `text` is its whole text."""
-    return _dict(row, text, list(row.token_ids), row.shown.all(), shape)
+    return _dict(row, text, list(row.token_ids), row.all_shown(shape), shape)
 
 
 def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:
     """The next chunk of a stream; it shares nothing with the row or with other chunks."""
     if shape.cumulative:
-        chunk = _dict(row, row.text, list(row.token_ids), row.shown.all(), shape)
+        shown = row.shown_in(row.shown.all(), row.token_ids, shape)
+        chunk = _dict(row, row.text, list(row.token_ids), shown, shape)
     else:
-        chunk = _dict(row, piece.text, piece.token_ids, piece.shown, shape)
+        shown = row.shown_in(piece.shown, piece.token_ids, shape)
+        chunk = _dict(row, piece.text, piece.token_ids, shown, shape)
     return chunk if shape.single else {**chunk, "index": row.index}
 
 
-def _dict(row: Row, text: str, token_ids: list[int], shown: ShownPiece, shape: Shape) -> dict[str, Any]:
-    facts = _meta_info(row, shape) | row.shown.meta_info(
-        shown,
-        token_ids=token_ids,
-        has_prompt=len(token_ids) == len(row.token_ids),
-        token_text=shape.token_text,
-    )
-    result = {"output_ids": token_ids, "meta_info": facts}
+def _dict(row: Row, text: str, token_ids: list[int], shown: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    result = {"output_ids": token_ids, "meta_info": _meta_info(row, shape) | shown}
     return {"text": text, **result} if shape.has_text else result
 
 

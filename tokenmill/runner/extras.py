@@ -15,6 +15,9 @@ from tokenmill.messages import IntArray, RowExtras, RowStarts
 from tokenmill.sampling import Adjustments, SamplingNeeds
 
 _NO_LOGPROBS = -1
+_NO_PENALTIES = (0.0, 0.0, 1.0)
+# Up to so many likeliest tokens a step is made for their number, as each of them costs something.
+_FEW_TOP = 8
 
 
 class Extras:
@@ -37,12 +40,12 @@ class Extras:
         """Rows begin with these extras; whatever was in their slots is forgotten."""
         if not self._of_slot and not starts.extras:
             return
-        extras = starts.extras or (None,) * len(starts.slots)
-        for slot, row in zip(starts.slots.tolist(), extras, strict=True):
-            if slot in self._of_slot:
-                self._forget(slot)
-            if row is not None:
-                self._start(slot, row)
+        slots = starts.slots.tolist()
+        self._forget([slot for slot in slots if slot in self._of_slot])
+        if starts.extras:
+            self._start(
+                {slot: row for slot, row in zip(slots, starts.extras, strict=True) if row is not None}
+            )
 
     def get(self, slot: int) -> RowExtras | None:
         """The extras of one slot."""
@@ -69,7 +72,7 @@ class Extras:
             needs,
             penalties=bool(self._is_penalized_S[slots].any()),
             num_biases=self.adjustments.num_biases if self._is_biased_S[slots].any() else 0,
-            num_top=None if num_top == _NO_LOGPROBS else _rounded_up(num_top),
+            num_top=None if num_top == _NO_LOGPROBS else _num_top(num_top),
             num_given=self._given_ids_SI.shape[1] if self._num_given_S[slots].any() else 0,
         )
 
@@ -77,37 +80,40 @@ class Extras:
         """The ids of which these rows want the log-probabilities, int64 [R, I]."""
         return self._given_ids_SI[slots_R, : needs.num_given]
 
-    def _start(self, slot: int, row: RowExtras) -> None:
-        self._of_slot[slot] = row
-        penalties = (row.frequency_penalty, row.presence_penalty, row.repetition_penalty)
-        if penalties != (0.0, 0.0, 1.0):
-            self._is_penalized_S[slot] = True
-            frequency, presence, repetition = penalties
-            self.adjustments.set_penalties(
-                slot,
-                frequency=frequency,
-                presence=presence,
-                repetition=repetition,
-                output_ids=row.output_ids,
-                prompt_ids=row.prompt_ids if row.penalize_prompt else row.prompt_ids[:0],
-            )
-        if row.logit_bias:
-            self._is_biased_S[slot] = True
-            self.adjustments.set_biases(slot, row.logit_bias)
-        if row.logprobs is not None:
-            self._num_top_S[slot] = row.logprobs.num_top
-            self._set_given_ids(slot, row.logprobs.token_ids)
-        self._shows_hidden_S[slot] = row.hidden_states is not None
-        self._is_late_S[slot] = row.is_masked or row.processor is not None or self._shows_hidden_S[slot]
+    def _start(self, rows: dict[int, RowExtras]) -> None:
+        self._of_slot.update(rows)
+        self._penalize({slot: row for slot, row in rows.items() if _penalties(row) != _NO_PENALTIES})
+        biased = [slot for slot, row in rows.items() if row.logit_bias]
+        if biased:
+            self._is_biased_S[biased] = True
+            self.adjustments.set_biases(biased, [rows[slot].logit_bias for slot in biased])
+        for slot, row in rows.items():
+            if row.logprobs is not None:
+                self._num_top_S[slot] = row.logprobs.num_top
+                self._set_given_ids(slot, row.logprobs.token_ids)
+            self._shows_hidden_S[slot] = row.hidden_states is not None
+            self._is_late_S[slot] = row.is_masked or row.processor is not None or self._shows_hidden_S[slot]
 
-    def _forget(self, slot: int) -> None:
-        if self._is_penalized_S[slot] or self._is_biased_S[slot]:
-            self.adjustments.clear(slot)
-        self._is_penalized_S[slot] = self._is_biased_S[slot] = False
-        self._is_late_S[slot] = self._shows_hidden_S[slot] = False
-        self._num_top_S[slot] = _NO_LOGPROBS
-        self._num_given_S[slot] = 0
-        del self._of_slot[slot]
+    def _penalize(self, rows: dict[int, RowExtras]) -> None:
+        if rows:
+            self._is_penalized_S[list(rows)] = True
+            self.adjustments.set_penalties(
+                list(rows),
+                [_penalties(row) for row in rows.values()],
+                output_ids=[row.output_ids for row in rows.values()],
+                prompt_ids=[row.prompt_ids[: None if row.penalize_prompt else 0] for row in rows.values()],
+            )
+
+    def _forget(self, slots: list[int]) -> None:
+        adjusted = [slot for slot in slots if self._is_penalized_S[slot] or self._is_biased_S[slot]]
+        if adjusted:
+            self.adjustments.clear(adjusted)
+        self._is_penalized_S[slots] = self._is_biased_S[slots] = False
+        self._is_late_S[slots] = self._shows_hidden_S[slots] = False
+        self._num_top_S[slots] = _NO_LOGPROBS
+        self._num_given_S[slots] = 0
+        for slot in slots:
+            del self._of_slot[slot]
 
     def _set_given_ids(self, slot: int, token_ids: tuple[int, ...]) -> None:
         self._num_given_S[slot] = len(token_ids)
@@ -117,6 +123,14 @@ class Extras:
             self._given_ids_SI = wider_SI
         if token_ids:
             self._given_ids_SI[slot, : len(token_ids)] = torch.tensor(token_ids, device=self._device)
+
+
+def _penalties(row: RowExtras) -> tuple[float, float, float]:
+    return row.frequency_penalty, row.presence_penalty, row.repetition_penalty
+
+
+def _num_top(wanted: int) -> int:
+    return wanted if wanted <= _FEW_TOP else _rounded_up(wanted)
 
 
 def _rounded_up(count: int) -> int:

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenmill.kernels.penalty import IN_PROMPT, penalize
+
+Ids = NDArray[np.int32]
+Biases = Sequence[tuple[int, float]]
 
 
 class Adjustments:
@@ -33,40 +37,51 @@ class Adjustments:
 
     def set_penalties(
         self,
-        slot: int,
+        slots: Sequence[int],
+        penalties: Sequence[tuple[float, float, float]],
         *,
-        frequency: float,
-        presence: float,
-        repetition: float,
-        output_ids: np.ndarray,
-        prompt_ids: np.ndarray,
+        output_ids: Sequence[Ids],
+        prompt_ids: Sequence[Ids],
     ) -> None:
-        """Start a row; `output_ids` were drawn before, `prompt_ids` count for the repetition penalty only."""
+        """Start rows with a frequency, presence and repetition penalty each.
+
+        `output_ids` were drawn before, `prompt_ids` count for the repetition penalty only.
+        """
         if self._counts_SV is None:
             shape = (self._num_slots, self._vocab_size)
             self._counts_SV = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self._penalties_S3[slot] = torch.tensor([frequency, presence, repetition], device=self._device)
-        counts_V = self._counts_SV[slot].zero_()
-        for ids, weight in ((output_ids, 1), (np.unique(prompt_ids), IN_PROMPT)):
-            if len(ids):
-                ids_N = torch.from_numpy(ids.astype(np.int64)).to(self._device)
-                counts_V.scatter_add_(0, ids_N, torch.full_like(ids_N, weight, dtype=torch.int32))
+        slots_N = self._to_device(np.array(slots, dtype=np.int64))
+        self._penalties_S3[slots_N] = self._to_device(np.array(penalties, dtype=np.float32))
+        self._counts_SV[slots_N] = 0
+        places = [
+            slot * self._vocab_size + ids
+            for slot, drawn, given in zip(slots, output_ids, prompt_ids, strict=True)
+            for ids in (drawn.astype(np.int64), np.unique(given).astype(np.int64))
+        ]
+        if any(map(len, places)):
+            weights = np.repeat(np.tile([1, IN_PROMPT], len(slots)), [len(ids) for ids in places])
+            self._counts_SV.view(-1).scatter_add_(
+                0, self._to_device(np.concatenate(places)), self._to_device(weights.astype(np.int32))
+            )
 
-    def set_biases(self, slot: int, biases: Sequence[tuple[int, float]]) -> None:
-        """Start a row with these biases, at most one for a token."""
-        while self.num_biases < len(biases):
+    def set_biases(self, slots: Sequence[int], biases: Sequence[Biases]) -> None:
+        """Start rows with these biases, at most one for a token."""
+        while self.num_biases < max(map(len, biases)):
             self._widen()
-        self._biases_SK[slot] = 0
-        self._bias_ids_SK[slot] = 0
-        if biases:
-            ids, values = zip(*biases, strict=True)
-            self._bias_ids_SK[slot, : len(ids)] = torch.tensor(ids, device=self._device)
-            self._biases_SK[slot, : len(ids)] = torch.tensor(values, device=self._device)
+        ids_NK = np.zeros((len(slots), self.num_biases), dtype=np.int64)
+        values_NK = np.zeros(ids_NK.shape, dtype=np.float32)
+        for row, each in enumerate(biases):
+            if each:
+                ids_NK[row, : len(each)], values_NK[row, : len(each)] = zip(*each, strict=True)
+        slots_N = self._to_device(np.array(slots, dtype=np.int64))
+        self._bias_ids_SK[slots_N] = self._to_device(ids_NK)
+        self._biases_SK[slots_N] = self._to_device(values_NK)
 
-    def clear(self, slot: int) -> None:
-        """Make a slot neutral again."""
-        self._penalties_S3[slot] = torch.tensor([0.0, 0.0, 1.0], device=self._device)
-        self.set_biases(slot, ())
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots neutral again."""
+        slots_N = self._to_device(np.array(slots, dtype=np.int64))
+        self._penalties_S3[slots_N] = self._to_device(np.array([[0, 0, 1]], dtype=np.float32))
+        self.set_biases(slots, [()] * len(slots))
 
     def penalize(self, logits_RV: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
         """Logits after penalties, float32 [R, V]; the given ones are only read."""
@@ -85,6 +100,12 @@ class Adjustments:
         places_R = slots_R * self._vocab_size + tokens_R
         ones_R = torch.ones_like(places_R, dtype=torch.int32)
         self._counts_SV.view(-1).scatter_add_(0, places_R, ones_R)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return (
+            tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        )
 
     def _widen(self) -> None:
         """Double the table of biases. The old one is left to the captured steps that know it."""
