@@ -128,6 +128,44 @@ def test_stop_strings(llm: sgl.Engine) -> None:
     assert kept["text"] == "one."
 
 
+def test_stop_patterns(llm: sgl.Engine) -> None:
+    params = {"stop_regex": [r"\d+\.", "x"], "stop": "zzz"}
+    output = llm.generate("one 12. two", params)
+    assert output["text"] == "one "
+    assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"\d+\."}
+    assert output["meta_info"]["completion_tokens"] == len("one 12.")
+    chunks = list(llm.generate("one 12. two", params, stream=True))
+    assert "".join(chunk["text"] for chunk in chunks) == "one "
+    assert chunks[-1]["meta_info"]["finish_reason"] == output["meta_info"]["finish_reason"]
+    assert llm.generate("one 12. two", {**params, "no_stop_trim": True})["text"] == "one 12."
+
+
+def test_a_pattern_that_takes_too_long_fails_its_row_alone(llm: sgl.Engine) -> None:
+    slow = {"stop_regex": r"(?:a|aa)+\d", "max_new_tokens": 100}
+    with pytest.raises(sgl.InvalidRequest, match="takes too long") as caught:
+        llm.generate("a" * 80, slow)
+    assert caught.value.error_type == "bad_parameters"
+    ends = {}
+    for chunk in llm.generate(["a" * 80, "b" * 80], slow, stream=True):
+        ends[chunk["index"]] = chunk["meta_info"]["finish_reason"]
+    assert (ends[0]["type"], ends[0]["status_code"]) == ("abort", 400)
+    assert ends[1] == {"type": "stop", "matched": 257}
+
+
+def test_how_often_a_stream_speaks(make_engine: MakeEngine) -> None:
+    """The first token at once, then so many at a time, and what is left at the end."""
+    llm = make_engine(stream_interval=3, preferred_sampling_params={"max_new_tokens": 8})
+
+    def sizes(**params: Any) -> list[int]:
+        chunks = llm.generate("abcdefghijkl", params, stream=True)
+        return [len(chunk["output_ids"]) for chunk in chunks]
+
+    assert sizes() == [1, 3, 3, 1]
+    assert sizes(stream_interval=5) == [1, 5, 2]
+    assert sizes(stream_interval=1, max_new_tokens=3) == [1, 1, 1]
+    assert sizes(max_new_tokens=None) == [1, 3, 3, 3, 3]
+
+
 # ── anywhere ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -220,7 +258,6 @@ def test_errors_of_a_stream_are_raised_at_the_call(llm: sgl.Engine, cores: list[
         {"image_data": "picture.png"},
         {"video_data": ["a.mp4"]},
         {"lora_path": "math"},
-        {"custom_logit_processor": "mine"},
         {"data_parallel_rank": 1},
     ],
 )

@@ -26,7 +26,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics", "profiler"}
-GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names"}
+GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -80,6 +80,7 @@ GRANTS: dict[str, set[str]] = {
     "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
+    "logit_processors": set(),
 }
 
 # The ground itself is stricter: these are all that a part of the ground may import.
@@ -91,6 +92,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "constraints": {"errors"},
     "arguments": {"config", "constraints", "errors", "sampling_params", "sglang_names"},
     "sglang_names": set(),
+    "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},
     "parallel": {"errors"},
     "kernels": set(),

@@ -33,7 +33,7 @@ DEFAULTS = {
     "penalize_prompt": False,
     "stop": (),
     "stop_token_ids": (),
-    "stop_regex": None,
+    "stop_regex": (),
     "n": 1,
     "ignore_eos": False,
     "skip_special_tokens": True,
@@ -51,8 +51,6 @@ DEFAULTS = {
     "watermark": None,
 }
 LATER = {
-    "stop_regex",
-    "custom_params",
     "beam_width",
     "watermark",
 }
@@ -111,13 +109,13 @@ def test_hashable_picklable_replaceable_frozen() -> None:
         ("frequency_penalty", [0, 0.0, -0.0, None]),
         ("presence_penalty", [0, 0.0, None]),
         ("repetition_penalty", [1, 1.0, None]),
-        ("stop_regex", [None, "", []]),
+        ("stop_regex", [None, "", [], "a+", ["a", r"\d{3}\b"], "x" * 1024, ["y"] * 100]),
         ("json_schema", [None, ""]),
         ("regex", [None, ""]),
         ("ebnf", [None, ""]),
         ("structural_tag", [None, ""]),
         ("logit_bias", [None, {}]),
-        ("custom_params", [None, {}]),
+        ("custom_params", [None, {}, {"a": 1, "b": [1, "x", None], "c": {"d": 0.5}}]),
         ("beam_width", [None, 1]),
         ("watermark", [None, False]),
     ],
@@ -158,9 +156,6 @@ def test_values_out_of_range_name_field_and_value(name: str, refused: list[Any])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("stop_regex", r"\d"),
-        ("stop_regex", ["["]),
-        ("custom_params", {"a": 1}),
         ("beam_width", 2),
         ("watermark", True),
     ],
@@ -168,6 +163,55 @@ def test_values_out_of_range_name_field_and_value(name: str, refused: list[Any])
 def test_features_of_later_are_refused_and_say_so(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"{name}.*not supported yet"):
         make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("a(b", r"stop_regex 'a\(b' is not a regular expression: missing \), unterminated subpattern"),
+        (["ok", "*"], r"stop_regex '\*' is not a regular expression: nothing to repeat"),
+        ("a{99999999999}", "is not a regular expression"),
+        ("a*", r"stop_regex 'a\*' matches the empty text"),
+        ("$", "matches the empty text"),
+        ("x" * 1025, "a pattern of 1025 bytes.*at most 1024"),
+        (["ab"[i % 2] * (i + 1) for i in range(33)], "33 strings; at most 32"),
+    ],
+)
+def test_patterns_that_cannot_stop_anything(given: Any, complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        make(stop_regex=given)
+
+
+def test_patterns_are_a_tuple_each_of_them_once() -> None:
+    assert make(stop_regex="a+").stop_regex == ("a+",)
+    assert make(stop_regex=["a+", "", "b", "a+"]).stop_regex == ("a+", "b")
+    with pytest.raises(WrongType, match=r"stop_regex\[1\] must be a string"):
+        make(stop_regex=["a", 5])
+
+
+def test_custom_params_are_copied_as_plain_values() -> None:
+    given = {"ids": (1, 2), "scale": np.float32(0.5), "flags": np.array([True, False]), "names": {"a": None}}
+    stored = make(custom_params=given).custom_params
+    assert stored == {"ids": [1, 2], "scale": 0.5, "flags": [True, False], "names": {"a": None}}
+    given["names"]["b"] = 1  # type: ignore[index]
+    assert stored["names"] == {"a": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ([1], "custom_params must be a dict"),
+        ({1: 2}, "custom_params has the key 1"),
+        ({"a": {2: 3}}, r"custom_params\['a'\] has the key 2"),
+        ({"a": [0, object()]}, r"custom_params\['a'\]\[1\] must be a number"),
+        ({"f": len}, r"custom_params\['f'\] must be a number"),
+        ({"__req__": 1}, "'__req__', which stands for the request"),
+        ({"a": [[[[[[[[1]]]]]]]]}, "at most 8 dicts and lists"),
+    ],
+)
+def test_custom_params_that_are_no_plain_data(given: Any, complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        make(custom_params=given)
 
 
 def test_min_above_max_new_tokens() -> None:
@@ -320,9 +364,9 @@ def test_from_value_takes_every_dialect() -> None:
 
 def test_from_value_reads_the_notes_of_a_normalized_foreign_object() -> None:
     foreign = SimpleNamespace(
-        temperature=1.0, top_k=1 << 30, stop_strs=["x"], stop_regex_strs=None, is_normalized=True, _private=1
+        temperature=1.0, top_k=1 << 30, stop_strs=["x"], stop_regex_strs=["y"], is_normalized=True, _private=1
     )
-    assert SamplingParams.from_value(foreign) == make(stop=("x",))
+    assert SamplingParams.from_value(foreign) == make(stop=("x",), stop_regex=("y",))
 
 
 def test_from_value_never_changes_the_callers_dict() -> None:

@@ -38,8 +38,8 @@ EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
 
 # Fields that make no sense here: this program prints text, and prints it piece by piece itself.
 _NO_FLAG = {"skip_tokenizer_init", "cumulative_stream", "preferred_sampling_params"}
-# The engine's flag of the same name serves both.
-_NO_SAMPLING_FLAG = {"stream_interval"}
+# The engine's flag of the same name serves both; there are no logit processors here to read the others.
+_NO_SAMPLING_FLAG = {"stream_interval", "custom_params"}
 _CHAT_COMMANDS = "/reset starts a new conversation, /exit ends"
 
 

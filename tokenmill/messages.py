@@ -55,7 +55,8 @@ class Request:
     max_new_tokens: int
     seed: int  # unsigned 64 bit
     stop_ids: tuple[int, ...]  # token ids that end the request
-    # 0: one Output at the end. k > 0: an Output as soon as k unreported tokens are there.
+    # 0: one Output at the end. k > 0: an Output with the first token, then as soon as k unreported tokens
+    # are there.
     report_interval: int
     priority: int | None = None  # as its caller wrote it; what it means is up to the engine's arguments
     timeout_seconds: float | None = None  # from submission; then the request is aborted
@@ -63,8 +64,8 @@ class Request:
     logprobs: LogprobOptions | None = None
     hidden_states: Literal["last", "all"] | None = None
     grammar: Grammar | None = None
-    # A logit processor: a callable (logits, parameters of each row) -> logits. Must be picklable where the
-    # core runs in a process.
+    # A logit processor: a callable (logits, parameters of each row) -> logits; the same object for requests
+    # that share it (`logit_processors.py`). Must be picklable where the core runs in a process.
     processor: Any = None
 
 

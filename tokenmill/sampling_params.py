@@ -7,6 +7,7 @@ no model: what depends on the context length or the vocabulary is checked by `fr
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,6 +18,8 @@ from tokenmill import constraints
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
 
 MAX_STOP_STRINGS = 32
+MAX_PATTERN_BYTES = 1024
+MAX_PARAMS_DEPTH = 8
 MAX_SAMPLES = 65_536
 # The fields of which at most one is set: what the output must follow.
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -154,6 +157,55 @@ def _stop(name: str, value: object) -> tuple[str, ...]:
     return distinct
 
 
+def _stop_regex(name: str, value: object) -> tuple[str, ...]:
+    patterns = _stop(name, value)
+    for pattern in patterns:
+        num_bytes = len(pattern.encode(errors="surrogatepass"))
+        if num_bytes > MAX_PATTERN_BYTES:
+            raise InvalidArgument(
+                f"{name} has a pattern of {num_bytes} bytes, {show(pattern)}; at most "
+                f"{MAX_PATTERN_BYTES} are allowed"
+            )
+        try:
+            matches_nothing = re.search(pattern, "") is not None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise InvalidArgument(f"{name} {pattern!r} is not a regular expression: {error}") from None
+        if matches_nothing:
+            raise InvalidArgument(
+                f"{name} {pattern!r} matches the empty text, so every output would end before it begins; "
+                "write it so that it needs at least one character"
+            )
+    return patterns
+
+
+def _custom_params(name: str, value: object) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping):
+        raise WrongType(f"{name} must be a dict, got {show(value)}")
+    if "__req__" in value:
+        raise InvalidArgument(f"{name} has the key '__req__', which stands for the request; use another name")
+    return _json_like(name, value, MAX_PARAMS_DEPTH) or None
+
+
+def _json_like(name: str, value: Any, depth: int) -> Any:
+    """A copy of dicts with string keys, lists and plain values, nested at most `depth` deep."""
+    if not depth:
+        raise InvalidArgument(
+            f"{name} lies too deep; at most {MAX_PARAMS_DEPTH} dicts and lists may be nested"
+        )
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise WrongType(f"{name} has the key {show(key)}; keys must be strings")
+        return {key: _json_like(f"{name}[{key!r}]", item, depth - 1) for key, item in value.items()}
+    number = plain(value)
+    if number is None or isinstance(number, bool | int | float | str):
+        return number
+    items = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if not isinstance(items, list | tuple):
+        raise WrongType(f"{name} must be a number, string, bool, None, list or dict, got {show(value)}")
+    return [_json_like(f"{name}[{index}]", item, depth - 1) for index, item in enumerate(items)]
+
+
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
     ids = [
         check_whole(f"{name}[{index}]", item, minimum=0, maximum=2**31 - 1)
@@ -220,13 +272,13 @@ _RULES: dict[str, _Rule] = {
     "presence_penalty": partial(check_real, minimum=-2, maximum=2),
     "repetition_penalty": partial(check_real, minimum=0, maximum=2, above=True),
     "penalize_prompt": check_flag,
-    "stop_regex": _constraint,
+    "stop_regex": _stop_regex,
     "json_schema": constraints.json_schema,
     "regex": constraints.regex,
     "ebnf": constraints.ebnf,
     "structural_tag": constraints.structural_tag,
     "logit_bias": _logit_bias,
-    "custom_params": _constraint,
+    "custom_params": _custom_params,
     "beam_width": _beam_width,
     "watermark": _constraint,
 }
@@ -244,9 +296,10 @@ def _arg(default: Any, help: str, *, supported: bool = True) -> Any:
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Any number type is taken and stored as a Python number, None means the default, and `stop` and
-    `stop_token_ids` are stored as tuples. Raises `InvalidArgument` (a ValueError) for a value out of range
-    or a feature that is not supported yet, and `WrongType` for a value of the wrong type.
+    Any number type is taken and stored as a Python number, None means the default, `stop`, `stop_regex` and
+    `stop_token_ids` are stored as tuples, and `custom_params` are copied. Raises `InvalidArgument` (a
+    ValueError) for a value out of range or a feature that is not supported yet, and `WrongType` for a value
+    of the wrong type.
     """
 
     max_new_tokens: int | None = _arg(128, "most tokens to generate; None: up to the context length")
@@ -256,6 +309,7 @@ class SamplingParams:
     top_k: int = _arg(-1, "keep this many of the most likely tokens; -1: all")
     min_p: float = _arg(0.0, "drop tokens less likely than this share of the likeliest")
     stop: tuple[str, ...] = _arg((), "text that ends the output, one string or several")
+    stop_regex: tuple[str, ...] = _arg((), "pattern whose match ends the output, one or several")
     stop_token_ids: tuple[int, ...] = _arg((), "token ids that end the output")
     ignore_eos: bool = _arg(False, "go on after the model's end-of-text tokens")
     skip_special_tokens: bool = _arg(True, "leave special tokens out of the text")
@@ -268,7 +322,7 @@ class SamplingParams:
     presence_penalty: float = _arg(0.0, "lower tokens that are in the output by this")
     repetition_penalty: float = _arg(1.0, "scale down tokens that are in the output by this factor")
     penalize_prompt: bool = _arg(False, "the repetition penalty counts tokens of the prompt, too")
-    stop_regex: None = _arg(None, "pattern that ends the output", supported=False)
+    custom_params: Mapping[str, Any] | None = _arg(None, "values for the custom logit processor")
     json_schema: str | None = _arg(
         None, "JSON schema of the output: text, dict or pydantic model class; '$$ANY$$': any JSON"
     )
@@ -276,7 +330,6 @@ class SamplingParams:
     ebnf: str | None = _arg(None, "grammar of the output, in GBNF with a rule `root`")
     structural_tag: str | None = _arg(None, "free text with constrained parts: JSON text or dict")
     logit_bias: tuple[tuple[int, float], ...] = _arg((), "numbers added to the logits of token ids")
-    custom_params: None = _arg(None, "values for the custom logit processor", supported=False)
     beam_width: None = _arg(None, "beams of a beam search", supported=False)
     watermark: None = _arg(None, "watermark of the output", supported=False)
 
@@ -302,6 +355,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken, so that no draw is needed."""
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def stops_on_text(self) -> bool:
+        """Whether the output may end by what its text says."""
+        return bool(self.stop or self.stop_regex)
 
     @classmethod
     def from_value(

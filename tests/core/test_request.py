@@ -44,14 +44,20 @@ def test_a_request_is_ready_when_all_its_draws_are_known(make_request: Make) -> 
     assert state.is_ready
 
 
-def test_reports_are_due_at_the_interval_and_never_after_the_limit(make_request: Make) -> None:
-    state = RequestState(make_request("a", [1, 2], 5, report_interval=3), arrival=0)
+def test_reports_are_due_at_the_first_token_at_the_interval_and_never_after_the_limit(
+    make_request: Make,
+) -> None:
+    state = RequestState(make_request("a", [1, 2], 6, report_interval=3), arrival=0)
     state.load_tokens()
-    assert state.report_at == 5
+    assert state.report_at == 3
+    state.tokens.append(6)
+    output = state.report(None)
+    assert (output.token_ids, output.finish) == ([6], None)
+    assert state.report_at == 6
     state.tokens.extend([7, 8, 9])
     output = state.report(None)
     assert (output.token_ids, output.finish) == ([7, 8, 9], None)
-    assert state.report_at == state.limit == 7
+    assert state.report_at == state.limit == 8
     state.tokens.append(4)
     finish = Finish("stop", matched=4)
     output = state.report(finish)

@@ -51,6 +51,7 @@ class _Running:
     request: Request
     answer: list[int]
     position: int = 0
+    num_told: int = 0
     unreported: list[int] = field(default_factory=list)
 
 
@@ -150,7 +151,8 @@ class EchoCore:
             finish = Finish("length", length=request.max_new_tokens)
         if finish is not None:
             del self._running[request.id]
-        interval = request.report_interval
+        # The first token is told at once, as the true core does.
+        interval = request.report_interval if running.num_told else min(1, request.report_interval)
         if finish is not None or (interval and len(running.unreported) >= interval):
             yield _output(running, finish)
 
@@ -163,6 +165,7 @@ def answer(request: Request) -> list[int]:
 
 def _output(running: _Running, finish: Finish | None) -> Output:
     tokens, running.unreported = running.unreported, []
+    running.num_told += len(tokens)
     return Output(running.request.id, tuple(tokens), finish, cached_tokens=3, num_retractions=1)
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.frontend.detokenizer import StopStrings, TextStream
+from tokenmill.frontend.detokenizer import TextStream
+from tokenmill.frontend.stops import Stops
 from tokenmill.frontend.tokenizer import Tokenizer
 from tokenmill.messages import Finish, Request
 
@@ -247,7 +248,7 @@ def test_stop_strings_against_a_plain_search(
 
 
 def test_the_start_of_a_stop_string_is_held_back_and_released() -> None:
-    stops = StopStrings(["<end>", "nd"], keep=False)
+    stops = Stops(["<end>", "nd"], keep=False)
     assert [stops.push(part) for part in ("a <", "e", "x", " <en")] == ["a ", "", "<ex", " "]
     assert stops.release() == "<en"
     assert stops.matched is None
@@ -261,7 +262,7 @@ def test_the_start_of_a_stop_string_is_held_back_and_released() -> None:
     ],
 )
 def test_which_stop_string_wins(stops: list[str], expected: str, matched: str) -> None:
-    watch = StopStrings(stops, keep=False)
+    watch = Stops(stops, keep=False)
     assert watch.push("hello world") == expected
     assert watch.matched == matched
 
@@ -291,7 +292,7 @@ def test_a_stop_string_that_spells_a_special_token(
 
 def test_a_long_stop_string_costs_little() -> None:
     """A hostile one: the text looks like its start all the time."""
-    watch = StopStrings(["a" * 5000 + "b"], keep=False)
+    watch = Stops(["a" * 5000 + "b"], keep=False)
     released = sum(len(watch.push("a" * 10)) for _ in range(2000))
     assert released == 20_000 - 5000
     assert len(watch.release()) == 5000

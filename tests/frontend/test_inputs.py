@@ -236,6 +236,8 @@ def test_without_a_tokenizer() -> None:
         reader.read("a")
     with raises(InvalidArgument, "sampling_params[1]: stop needs a tokenizer", "stop_token_ids"):
         reader.read(input_ids=[[1], [2]], sampling_params=[None, {"stop": "x"}])
+    with raises(InvalidArgument, "sampling_params: stop_regex needs a tokenizer", "stop_token_ids"):
+        reader.read(input_ids=[1], sampling_params={"stop_regex": "x"})
     (request,) = reader.read(input_ids=[1], sampling_params={"min_new_tokens": 4}).requests
     assert request.params.min_new_tokens == 4
     assert request.stop_ids == (257, 258)
@@ -380,6 +382,7 @@ def test_how_often_a_request_reports() -> None:
     assert interval({"stop": ""}) == 0
     assert interval({"stream_interval": 7}) == 0
     assert 1 <= interval({"stop": "x"}) <= 8
+    assert 1 <= interval({"stop_regex": "x"}) <= 8
     assert interval(None, stream=True) == 3
     assert interval({"stream_interval": 7}, stream=True) == 7
     assert interval({"stream_interval": 7, "stop": "x"}, stream=True) == 7

@@ -6,7 +6,7 @@ Owned by its `RequestState`; written by the scheduler only. Most requests have n
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,7 @@ class RequestExtras:
     def _params_of_processor(self) -> dict[str, Any]:
         if self._request.processor is None:
             return _NO_PROCESSOR_PARAMS
-        given: dict[str, Any] = self._request.params.custom_params or {}
+        given: Mapping[str, Any] = self._request.params.custom_params or {}
         return {**given, "__req__": ProcessedRequest(self._request, self._tokens)}
 
 

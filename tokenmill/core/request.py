@@ -132,7 +132,8 @@ class RequestState:
 
     def _set_report(self) -> None:
         interval = self.request.report_interval
-        due = self.num_prompt + self.num_reported + interval
+        # The first token is reported at once.
+        due = self.num_prompt + self.num_reported + (interval if self.num_reported else 1)
         self.report_at = min(due, self.limit) if interval else self.limit
 
 

@@ -126,7 +126,10 @@ class Client:
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
     def prepare(self, job: Job, *, stream: bool) -> Call:
-        """The call for a job; nothing runs yet."""
+        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core."""
+        if self._config.core_process:
+            for processor in {request.processor for request in job.requests} - {None}:
+                processor.check_crosses("custom_logit_processor")
         shape = Shape(
             single=job.single,
             has_text=self._tokenizer is not None,
@@ -195,7 +198,7 @@ class Client:
             if not arrived:
                 break
             for row, arrival in arrived:
-                if row.finish is None:  # else it is a token after a stop string
+                if row.finish is None:  # else it is a token after a stop in the text
                     advanced.append(self._advance_row(call, row, arrival))
         return advanced
 
@@ -217,7 +220,7 @@ class Client:
 
     def _row(self, request: Request, index: int, *, stream: bool) -> Row:
         text = None
-        if self._tokenizer is not None and (stream or request.params.stop):
+        if self._tokenizer is not None and (stream or request.params.stops_on_text):
             text = self._tokenizer.open_text(request)
         return Row(request, name=next(self._names), index=index, text=text)
 

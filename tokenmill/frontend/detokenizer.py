@@ -1,7 +1,7 @@
-"""Token ids to text, piece by piece: never half a character, never a part of a stop string.
+"""Token ids to text, piece by piece: never half a character, never a part of a stop string or pattern.
 
-Owns how the text of one request grows and where a stop string ends it. It knows no tokenizer library:
-`tokenizer.py` says what a token contributes.
+Owns how the text of one request grows and ends. It knows no tokenizer library: `tokenizer.py` says what a
+token contributes, and `stops.py` where in the text a stop begins.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from tokenmill.frontend.stops import PatternTooSlow, Stops
 from tokenmill.messages import Finish
 
 REPLACEMENT = "\ufffd"
@@ -140,59 +141,14 @@ class WindowDetokenizer:
         self._waiting: list[int] = []
 
 
-# ── stop strings ──────────────────────────────────────────────────────────────────────────────
-
-
-class StopStrings:
-    """Finds the earliest stop string in a growing text and holds back what may be the start of one.
-
-    Of several that start at the same place the longest counts. The text ends before the match, or after it
-    if `keep`.
-    """
-
-    def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
-        self._stops = tuple(stops)
-        self._keep = keep
-        self._starts = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """The text that is sure to stay; sets `matched` when a stop string is complete."""
-        # A match starts in the text held back: whatever was released cannot be the start of one.
-        text = self._held + text
-        found = [(place, -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            place, _, self.matched = min(found)
-            self._held = ""
-            return text[: place + (len(self.matched) if self._keep else 0)]
-        certain = self._first_possible_start(text)
-        self._held = text[certain:]
-        return text[:certain]
-
-    def release(self) -> str:
-        """What was held back, when no more text comes."""
-        held, self._held = self._held, ""
-        return held
-
-    def _first_possible_start(self, text: str) -> int:
-        for place in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[place] in self._starts:
-                tail = text[place:]
-                if any(stop.startswith(tail) for stop in self._stops):
-                    return place
-        return len(text)
-
-
 # ── the text of one request ───────────────────────────────────────────────────────────────────
 
 
 class TextStream:
-    """The text of one request, ended by a stop string, or by whatever ended its tokens.
+    """The text of one request, ended by a stop string or pattern, or by whatever ended its tokens.
 
     `special_stops` maps ids of special tokens that the text leaves out to the stop strings they spell.
-    `keep_stop` keeps the stop (string or token) in the text. How the tokens were cut into calls never
+    `keep_stop` keeps the stop (string, match or token) in the text. How the tokens were cut into calls never
     changes a result.
     """
 
@@ -200,35 +156,37 @@ class TextStream:
         self,
         detokenizer: Detokenizer,
         stops: Sequence[str],
+        patterns: Sequence[str] = (),
         *,
         special_stops: Mapping[int, str],
         keep_stop: bool,
     ) -> None:
         self._detokenizer = detokenizer
-        self._has_stops = bool(stops)
-        self._stops = StopStrings(stops, keep=keep_stop)
+        self._has_stops = bool(stops or patterns)
+        self._stops = Stops(stops, patterns, keep=keep_stop)
         self._special_stops = special_stops
         self._keep_stop = keep_stop
 
     def push(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
         """(text they add, how many of them belong to the output, why it ended) for the next tokens.
 
-        Fewer tokens than given belong to the output when a stop string is complete before the last.
+        Fewer tokens than given belong to the output when a stop is complete before the last.
         """
         visible = token_ids if self._keep_stop else without_stop_token(token_ids, finish)
         if not self._has_stops:
             text = self._detokenizer.push(visible)
             return (text if finish is None else text + self._detokenizer.finish()), len(token_ids), finish
         parts: list[str] = []
-        for count, token_id in enumerate(visible, 1):
-            matched = self._push_token(token_id, parts)
-            if matched is not None:
-                return "".join(parts), count, Finish("stop", matched=matched)
-        if finish is not None:
-            parts.append(self._stops.push(self._detokenizer.finish()))
-            if self._stops.matched is not None:
-                finish = Finish("stop", matched=self._stops.matched)
-            parts.append(self._stops.release())
+        count = 0
+        try:
+            for count, token_id in enumerate(visible, 1):
+                matched = self._push_token(token_id, parts)
+                if matched is not None:
+                    return "".join(parts), count, Finish("stop", matched=matched)
+            if finish is not None:
+                finish = self._push_rest(finish, parts)
+        except PatternTooSlow as slow:
+            return "".join(parts), count, _too_slow(slow)
         return "".join(parts), len(token_ids), finish
 
     def _push_token(self, token_id: int, parts: list[str]) -> str | None:
@@ -240,6 +198,24 @@ class TextStream:
             parts.append(self._stops.release())
             return special
         return self._stops.matched
+
+    def _push_rest(self, finish: Finish, parts: list[str]) -> Finish:
+        """Appends what was still waiting; a stop that it completes is why the output ended."""
+        parts.append(self._stops.push(self._detokenizer.finish()))
+        if self._stops.matched is not None:
+            finish = Finish("stop", matched=self._stops.matched)
+        parts.append(self._stops.release())
+        return finish
+
+
+def _too_slow(slow: PatternTooSlow) -> Finish:
+    return Finish(
+        "abort",
+        message=f"searching the output for stop_regex {str(slow)!r} takes too long; write it so that it can "
+        "match in one way only, without repeats inside of repeats",
+        status_code=400,
+        error_type="bad_parameters",
+    )
 
 
 def without_stop_token(token_ids: Sequence[int], finish: Finish | None) -> Sequence[int]:

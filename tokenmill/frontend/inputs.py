@@ -23,8 +23,8 @@ from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, Grammar, IntArray, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
 
-# Tokens between two looks for a stop string when nobody watches the stream: each look costs the host some
-# time, each token past the stop costs the device some.
+# Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
+# some time, each token past the stop costs the device some.
 _STOP_SEARCH_INTERVAL = 4
 _64_BITS = 2**64 - 1
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
@@ -147,6 +147,7 @@ class InputReader:
                 logprobs=logprobs[index],
                 hidden_states=asked[index].hidden_states,
                 grammar=settings[index].grammar,
+                processor=asked[index].processor,
             )
             for index, row in enumerate(rows)
             for sample in range(n)
@@ -186,16 +187,17 @@ class InputReader:
     def _settings(self, value: Any, index: int | None, *, stream: bool) -> _Settings:
         params = SamplingParams.from_value(value, index=index, defaults=self._defaults)
         place = "sampling_params" if index is None else f"sampling_params[{index}]"
-        if params.stop and self._tokenizer is None:
+        if params.stops_on_text and self._tokenizer is None:
+            name = "stop" if params.stop else "stop_regex"
             raise InvalidArgument(
-                f"{place}: stop needs a tokenizer, and this engine has none; use stop_token_ids instead"
+                f"{place}: {name} needs a tokenizer, and this engine has none; use stop_token_ids instead"
             )
         stop_ids = self._stop_ids(params, place)
         self._check_biases(params, place)
         if stream:
             interval = params.stream_interval or self._stream_interval
         else:
-            interval = _STOP_SEARCH_INTERVAL if params.stop else 0
+            interval = _STOP_SEARCH_INTERVAL if params.stops_on_text else 0
         if isinstance(value, Mapping):
             is_explicit = value.get("max_new_tokens") is not None
         else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.logit_processors import LogitProcessor, resolve_processor
 from tokenmill.messages import EngineFacts, Grammar, GrammarKind, LogprobOptions
 from tokenmill.sampling_params import (
     SamplingParams,
@@ -77,7 +78,6 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (0,),
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (0,),
-    "custom_logit_processor": (),
 }
 _MEDIA = ("image_data", "audio_data", "video_data")
 _GIVEN_IN_PLACE = ("prompt", "sampling_params", "input_ids", *_MEDIA, "stream", "rid")
@@ -99,6 +99,7 @@ class RequestOptions:
     priority: int | None = None
     timeout_seconds: float | None = None
     cache_salt: str = ""
+    processor: LogitProcessor | None = None
 
 
 def read_options(
@@ -120,9 +121,11 @@ def read_options(
     priorities = options.each("priority", _priority, None)
     timeouts = options.each("timeout", _timeout, None)
     salts = options.each("cache_salt", check_text, "")
+    processors = options.each("custom_logit_processor", resolve_processor, None)
+    logprobs = (flags, starts, tops, ids, texts)
     return [
         RequestOptions(*values)
-        for values in zip(flags, starts, tops, ids, texts, hidden, priorities, timeouts, salts, strict=True)
+        for values in zip(*logprobs, hidden, priorities, timeouts, salts, processors, strict=True)
     ]
 
 

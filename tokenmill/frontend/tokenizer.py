@@ -98,7 +98,10 @@ class Tokenizer:
         return self._decode_all([token_id])
 
     def open_text(self, request: Request) -> TextStream:
-        """The growing text of a request, with its stop strings."""
+        """The growing text of a request, with its stop strings and patterns.
+
+        Raises `InvalidArgument` for a pattern that cannot be searched for.
+        """
         params = request.params
         special_stops = {}
         if params.skip_special_tokens:
@@ -107,12 +110,13 @@ class Tokenizer:
         return TextStream(
             self._detokenizer(request),
             params.stop,
+            params.stop_regex,
             special_stops=special_stops,
             keep_stop=params.no_stop_trim,
         )
 
     def texts(self, finished: Sequence[tuple[Request, Sequence[int]]]) -> list[str]:
-        """Whole texts of finished requests without stop strings: what their streams would have given.
+        """Whole texts of finished requests without such stops: what their streams would have given.
 
         The ids are those of the output, less a stop token that does not belong to the text.
         """
