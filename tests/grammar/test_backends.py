@@ -245,6 +245,12 @@ def test_hostile_grammars_cost_llguidance_little(kind: GrammarKind, text: str) -
     assert matcher.error or allowed(masks[0])
 
 
+def test_counts_that_xgrammar_would_write_out() -> None:
+    pytest.importorskip("xgrammar")
+    with pytest.raises(BadGrammar, match="maxLength above 10,000"):
+        backend("xgrammar").compile(Grammar("json_schema", '{"type":"string","maxLength":1000000000}'))
+
+
 def test_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_backend(EngineConfig())
@@ -257,3 +263,15 @@ def test_white_space_pattern_needs_llguidance() -> None:
     config = EngineConfig(grammar_backend="xgrammar", constrained_json_whitespace_pattern=" ?")
     with pytest.raises(InvalidArgument, match="constrained_json_whitespace_pattern"):
         check_backend(config)
+
+
+@each_backend
+def test_strings_of_limited_length_have_no_control_characters(name: str) -> None:
+    library = backend(name)
+    matcher = library.compile(Grammar("json_schema", '{"type":"string","maxLength":5}')).new()
+    assert matcher.accept(tokenizer().encode('"')[0])
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    library.fill_masks([matcher], masks)
+    texts = [tokenizer().decode([token]) for token in allowed(masks[0])]
+    assert texts
+    assert not any(re.search(r"[\x00-\x1f]", text) for text in texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -60,6 +61,10 @@ _NOTES = (
 _FORMATS = frozenset(
     ["email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"]
 )
+# Counts are written out; larger ones keep the library busy for ever.
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
+_MAX_COUNT = 10_000
+_CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 # Keywords whose value maps names of the user to schemas, holds schemas, or holds no schema at all.
 _NAMED = ("properties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples", "required", "type")
@@ -68,8 +73,9 @@ _VALUES = ("enum", "const", "default", "examples", "required", "type")
 class XgrammarMatcher:
     """See `Matcher`."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, known: IntArray) -> None:
         self.inner = matcher
+        self.known = known
         self.error = ""
 
     @property
@@ -83,6 +89,7 @@ class XgrammarMatcher:
             self.inner.fill_next_token_bitmask(out.reshape(1, -1))
         except RuntimeError as error:
             self.error = str(error).strip()[:500]
+        out &= self.known
 
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
@@ -96,12 +103,13 @@ class XgrammarMatcher:
 class XgrammarTemplate:
     """See `Template`."""
 
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, compiled: Any, known: IntArray) -> None:
         self._compiled = compiled
+        self._known = known
 
     def new(self) -> XgrammarMatcher:
         """See `Template`."""
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._known)
 
 
 class XgrammarBackend:
@@ -118,19 +126,20 @@ class XgrammarBackend:
             vocabulary, max_threads=_COMPILE_THREADS, cache_limit_bytes=_CACHE_BYTES
         )
         self._batch = xgrammar.BatchGrammarMatcher()
-        self._known = _text_tokens(tokenizer, self.num_words)
+        self._texts = _text_tokens(tokenizer, self.num_words)
+        self._plain_texts = self._texts & ~_control_tokens(vocabulary, self.num_words)
         self._any_whitespace = not config.constrained_json_disable_any_whitespace
 
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
         """See `Backend`."""
-        return XgrammarTemplate(self._compiled(grammar))
+        has_json = grammar.kind in ("json_schema", "structural_tag")
+        return XgrammarTemplate(self._compiled(grammar), self._plain_texts if has_json else self._texts)
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """See `Backend`."""
         if len(matchers) < _FEW or not self._fill_together(matchers, out):
             for matcher, row in zip(matchers, out, strict=True):
                 matcher.fill_mask(row)
-        out &= self._known
 
     def _fill_together(self, matchers: Sequence[Matcher], out: IntArray) -> bool:
         """False if one of them failed; which one, the library does not say."""
@@ -139,6 +148,7 @@ class XgrammarBackend:
             self._batch.batch_fill_next_token_bitmask(inner, out)
         except RuntimeError:
             return False
+        out &= np.stack([matcher.known for matcher in matchers])  # type: ignore[attr-defined]
         return True
 
     def _compiled(self, grammar: Grammar) -> Any:
@@ -174,6 +184,17 @@ def _text_tokens(tokenizer: Any, num_words: int) -> IntArray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def _control_tokens(vocabulary: Any, num_words: int) -> IntArray:
+    """A mask of the ids with control characters other than line ends.
+
+    JSON has no place for them, yet the library allows them in strings whose length is limited.
+    """
+    bits = np.zeros(32 * num_words, dtype=np.uint8)
+    found = [index for index, text in enumerate(vocabulary.decoded_vocab) if _CONTROLS.search(text)]
+    bits[found] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 def _unknown(schema: Any) -> Iterator[str]:
     """Keywords of a schema that would be passed over."""
     if isinstance(schema, list):
@@ -188,6 +209,8 @@ def _unknown(schema: Any) -> Iterator[str]:
             yield f"the format {value!r}"
         elif key == "pattern" and ("minLength" in schema or "maxLength" in schema):
             yield "'pattern' together with a length"
+        elif key in _COUNTS and isinstance(value, int) and value > _MAX_COUNT:
+            yield f"a {key} above {_MAX_COUNT:,}"
         elif key in _NAMED and isinstance(value, dict):
             yield from _unknown(list(value.values()))
         elif key not in _VALUES:
