@@ -89,10 +89,10 @@ def test_an_ignored_name_warns_once_per_process_and_gives_the_reason(
 ) -> None:
     assert resolve(cuda_graph_max_bs=256) == EngineConfig()
     resolve(cuda_graph_max_bs=128)
-    resolve(log_requests=True)
+    resolve(show_time_cost=True)
     first, second = warnings_of(caplog)
     assert first.startswith("cuda_graph_max_bs is ignored: the engine decides")
-    assert second.startswith("log_requests is ignored: ")
+    assert second.startswith("show_time_cost is ignored: ")
 
 
 @pytest.mark.parametrize(

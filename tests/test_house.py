@@ -25,7 +25,7 @@ PACKAGE = ROOT / "tokenmill"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
-GROUND = {"messages", "config", "errors", "metrics", "profiler"}
+GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
@@ -74,8 +74,7 @@ GRANTS: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
     "messages": set(),
-    "metrics": set(),
-    "profiler": set(),
+    "metrics": {"errors"},
     "sampling_params": set(),
     "constraints": set(),
     "arguments": set(),
@@ -96,8 +95,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "hub": {"tiny", "errors"},
     "parallel": {"errors"},
     "kernels": set(),
-    "metrics": set(),
-    "profiler": set(),
+    "metrics": {"errors"},
     "tiny": set(),
 }
 
@@ -135,6 +133,7 @@ PUBLIC = {
     "QueueFull",
     "RequestFailed",
     "RequestTimeout",
+    "WrongState",
     "WrongType",
     "UnknownArgument",
     "ModelNotFound",

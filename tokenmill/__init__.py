@@ -21,6 +21,7 @@ from tokenmill.errors import (
     TokenmillError,
     UnknownArgument,
     UnsupportedModel,
+    WrongState,
     WrongType,
 )
 from tokenmill.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ __all__ = [
     "TokenmillError",
     "UnknownArgument",
     "UnsupportedModel",
+    "WrongState",
     "WrongType",
     "__version__",
 ]

@@ -185,7 +185,8 @@ _count = partial(check_whole, minimum=1, maximum=2**31 - 1)
 
 _FLAGS = (
     "skip_tokenizer_init trust_remote_code core_process disable_radix_cache disable_cuda_graph"
-    " cumulative_stream show_progress enable_priority_scheduling schedule_low_priority_values_first"
+    " cumulative_stream show_progress log_requests enable_metrics"
+    " enable_priority_scheduling schedule_low_priority_values_first"
     " disable_priority_preemption abort_on_priority_when_disabled constrained_json_disable_any_whitespace"
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
@@ -214,6 +215,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
     "grammar_backend": partial(_choice, replaced=GRAMMAR_BACKENDS),
     "constrained_json_whitespace_pattern": _pattern,
+    "log_requests_level": partial(check_whole, minimum=0, maximum=3),
     "log_level": partial(_choice, synonyms=LOG_LEVELS),
 }
 

@@ -97,6 +97,11 @@ class EngineConfig:
     log_level: str = _arg(
         "error", "level of the 'tokenmill' logger", ("debug", "info", "warning", "error", "critical")
     )
+    log_requests: bool = _arg(False, "a log line for every request received and finished")
+    log_requests_level: int = _arg(
+        2, "0: counts; 1: and parameters; 2: and text and ids, shortened; 3: everything"
+    )
+    enable_metrics: bool = _arg(False, "Prometheus metrics, and timings in meta_info")
     show_progress: bool | None = _arg(
         None, "progress bars for loading and long batches (default: on a terminal)"
     )

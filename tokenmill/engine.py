@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import sys
+import time
 import weakref
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from tokenmill.arguments import resolve_arguments
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
 from tokenmill.frontend.client import Call, Client
+from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
@@ -22,6 +26,8 @@ from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.sessions import Sessions
 from tokenmill.frontend.tokenizer import Tokenizer
 from tokenmill.sampling_params import check_flag, check_text
+
+OnError = Literal["return", "raise"]
 
 
 class Engine:
@@ -39,6 +45,7 @@ class Engine:
         """
         if model_path is not None:
             arguments["model_path"] = model_path
+        began = time.perf_counter()
         self.config: EngineConfig = resolve_arguments(arguments)
         logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
@@ -54,6 +61,8 @@ class Engine:
             stream_interval=self.config.stream_interval,
             grammar_backend=self.config.grammar_backend,
         )
+        self._control = Control(self._client)
+        self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
         self._lint = PromptLint(self._tokenizer)
 
@@ -140,6 +149,18 @@ class Engine:
         if input_ids is None:
             self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
+
+    def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Let no step run until `continue_generation`; requests may still be submitted, and wait.
+
+        What is running is ended ("abort"), goes back to the queue, to be computed anew ("retract"), or stays
+        as it is ("in_place").
+        """
+        self._control.pause_generation(mode)
+
+    def continue_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._control.continue_generation()
 
     # ── conversations ─────────────────────────────────────────────────────────────────────────
 
@@ -251,6 +272,11 @@ class Engine:
         """The arguments of this engine; SGLang's name for `config`."""
         return self.config
 
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """What SGLang's users reach under this name: tokenizer, arguments, abort and pause."""
+        return TokenizerManager(self)
+
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers that the engine uses. Raises `InvalidArgument` if it has none."""
         if self._tokenizer is None:
@@ -263,7 +289,7 @@ class Engine:
             "model_path": self.config.model_path,
             "served_model_name": self.config.served_model_name or self.config.model_path,
             "is_generation": True,
-            "weight_version": self.config.weight_version,
+            "weight_version": self._client.weight_version,
             "load_format": self.config.load_format,
             "reasoning_parser": None,
             "tool_call_parser": None,
@@ -271,34 +297,137 @@ class Engine:
         }
 
     def get_server_info(self) -> dict[str, Any]:
-        """All arguments, with the numbers that the engine decided on, and facts on model and memory."""
-        facts = _fields(self._client.facts)
+        """All arguments, with the numbers that the engine decided on, and facts on model, memory and load.
+
+        `internal_states` has one entry; in its `memory_usage`, sizes are in GiB.
+        """
+        facts, arguments, state = _fields(self._client.facts), _fields(self.config), self._control.state()
         return {
-            **_fields(self.config),
+            **arguments,
             **facts,
+            "status": "ready",
             "tokenizer_path": self.config.tokenizer_path or self.config.model_path,
             "served_model_name": self.config.served_model_name or self.config.model_path,
+            "weight_version": self._client.weight_version,
             "max_total_tokens": facts["max_total_num_tokens"],
             "max_req_input_len": facts["max_sequence_tokens"] - 1,
             "tp_size": 1,
             "dp_size": 1,
             "pp_size": 1,
-            "internal_states": [
-                {
-                    "memory_usage": {
-                        "weight": facts["weight_bytes"] / 2**30,
-                        "kvcache": facts["cache_bytes"] / 2**30,
-                        "token_capacity": facts["max_total_num_tokens"],
-                    },
-                    "effective_max_running_requests_per_dp": facts["max_running_requests"],
-                }
-            ],
+            "internal_states": [{**arguments, **_internal_state(facts, state)}],
+            "startup_time": self._startup_seconds,
             "version": sys.modules["tokenmill"].__version__,  # an import would close a circle
         }
 
-    def flush_cache(self) -> FlushResult:
-        """Empty the prefix cache. `.success` is False, with a `.message`, while requests are in flight."""
-        return self._client.flush_cache()
+    def get_metrics(self) -> str:
+        """Figures in Prometheus' text format. Raises `InvalidArgument` without `enable_metrics=True`."""
+        return self._control.metrics_text()
+
+    def flush_cache(self, *, on_error: OnError = "return") -> FlushResult:
+        """Empty the prefix cache. `.success` is False, with a `.message`, while requests are in flight.
+
+        With `on_error="raise"` that is a `WrongState` (a RuntimeError).
+        """
+        return self._control.flush_cache(on_error)
+
+    def freeze_gc(self) -> None:
+        """Collect garbage, then keep the collector from ever looking again at what is alive now.
+
+        For this process, and for the core's, if it has one of its own.
+        """
+        self._control.freeze_gc()
+
+    def start_profile(self, **options: Any) -> None:
+        """Trace what the engine does, for Perfetto, from now until `stop_profile`.
+
+        `output_dir` (default: $SGLANG_TORCH_PROFILER_DIR, else the system's temporary folder),
+        `profile_prefix` and `profile_id` (default: the time) name the file:
+        `[<prefix>-]<id>-TP-0.trace.json.gz`. `activities` is a list of "CPU", "GPU" and "MEM"; `with_stack`
+        and `record_shapes` are on by default. With `num_steps` it stops by itself after so many steps; with
+        `start_step` it begins when so many steps have run since the engine was made. `profile_dir` and
+        `profile_name` mean `output_dir` and `profile_prefix`.
+
+        Raises `UnknownArgument`, `InvalidArgument`, and while one is running `WrongState` (a RuntimeError).
+        """
+        self._control.start_profile(options)
+
+    def stop_profile(self) -> None:
+        """End the profile and write it. Raises `WrongState` (a RuntimeError) if none is running."""
+        self._control.stop_profile()
+
+    # ── weights and memory ────────────────────────────────────────────────────────────────────
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        weight_version: str | None = None,
+        on_error: OnError = "return",
+    ) -> tuple[bool, str, int]:
+        """Load the weights of another checkpoint of the same model, in place.
+
+        Waits until all requests submitted before have finished; later ones wait and use the new weights. The
+        prefix cache is emptied. Returns (success, message, number of paused requests). Where the checkpoint
+        does not fit, success is False and the old weights stay; with `on_error="raise"` it is an
+        `InvalidArgument`. `weight_version` is what later results say.
+        """
+        answer = self._control.update_weights_from_disk(model_path, load_format, on_error)
+        if answer[0]:
+            self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path))
+            self._set_weight_version(weight_version)
+        return answer
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Any,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        weight_version: str | None = None,
+        on_error: OnError = "return",
+    ) -> tuple[bool, str]:
+        """Replace some weights in place, given as (name in checkpoints, tensor) pairs or as a dict.
+
+        Otherwise as `update_weights_from_disk`. With `flush_cache=False` prefixes computed with the old
+        weights stay in use. Returns (success, message).
+        """
+        answer = self._control.update_weights_from_tensor(named_tensors, load_format, flush_cache, on_error)
+        if answer[0]:
+            self._set_weight_version(weight_version)
+        return answer
+
+    def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
+        """Accepted before a series of updates, as SGLang wants it; here they need no such frame."""
+        check_text("selector", selector)
+        return True, "weights can be updated at any time"
+
+    def end_weight_update(self) -> tuple[bool, str]:
+        """See `begin_weight_update`."""
+        return True, "weights can be updated at any time"
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
+        """The first `truncate_size` rows of a weight, by its name in checkpoints, as numbers.
+
+        None: the model has no such weight.
+        """
+        return self._control.get_weights_by_name(name, truncate_size)
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Free memory of the device: "weights" (to host memory), "kv_cache", "cuda_graph"; None: all.
+
+        Graphs go in any case. The prefix cache is lost with "kv_cache". Raises `WrongState` (a RuntimeError)
+        while requests are waiting or running; until all is resumed, `generate` raises it, too.
+        """
+        self._control.release_memory(tags)
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take released memory back. Raises `WrongState` where there is not enough; it may be tried again."""
+        self._control.resume_memory(tags)
+
+    def _set_weight_version(self, version: str | None) -> None:
+        if version is not None:
+            self._client.weight_version = check_text("weight_version", version)
 
     def shutdown(self) -> None:
         """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""
@@ -315,3 +444,20 @@ class Engine:
 
 def _fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _internal_state(facts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "memory_usage": {
+            "weight": facts["weight_bytes"] / 2**30,
+            "kvcache": state["cache_bytes"] / 2**30,
+            "token_capacity": facts["max_total_num_tokens"],
+            "graph": state["graph_bytes"] / 2**30,
+        },
+        "effective_max_running_requests_per_dp": facts["max_running_requests"],
+        "last_gen_throughput": state["last_gen_throughput"],
+        "num_running_requests": state["running"],
+        "num_waiting_requests": state["waiting"],
+        "paused": state["paused"],
+        "released": state["released"],
+    }

@@ -54,6 +54,11 @@ class QueueFull(RequestFailed):
     """`max_queued_requests` were waiting already, none of them less urgent."""
 
 
+class WrongState(TokenmillError, RuntimeError):
+    """A call that the engine cannot serve in the state it is in: a second profile, or a prompt while its
+    memory is released."""
+
+
 class EngineDead(TokenmillError, RuntimeError):
     """The engine's loop ended by an error (its cause is chained) and takes no more requests."""
 

@@ -126,6 +126,18 @@ class Insight:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request came to the core, entered its first step, and had its first token drawn.
+
+    Seconds of `time.perf_counter`, which all processes of a machine share; None: it did not come to that.
+    """
+
+    submitted: float
+    admitted: float | None
+    first_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """Tokens of one request since its last Output; the last one has `finish` set."""
 
@@ -135,6 +147,7 @@ class Output:
     cached_tokens: int
     num_retractions: int
     insight: Insight | None = None
+    times: RequestTimes | None = None  # with the first Output of a request only
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,7 @@ IGNORED: dict[str, dict[str, object]] = {
         enable_precise_embedding_interpolation=False, encoder_urls=[],
         encoder_transfer_backend=("zmq_to_scheduler", "auto")),
     "the engine logs through the 'tokenmill' logger and keeps no such records": dict(
-        log_requests=False, log_requests_level=2, log_requests_format="text", log_requests_target=None,
-        crash_dump_folder=None, show_time_cost=False, enable_metrics=False,
+        log_requests_format="text", log_requests_target=None, crash_dump_folder=None, show_time_cost=False,
         enable_metrics_for_all_schedulers=False, bucket_time_to_first_token=None,
         bucket_inter_token_latency=None, bucket_e2e_request_latency=None, collect_tokens_histogram=False,
         prompt_tokens_buckets=None, generation_tokens_buckets=None, gc_warning_threshold_secs=0.0,

@@ -48,11 +48,13 @@ class CountingRunner:
         self.facts = facts
         self.gate = threading.Event()
         self.gate.set()
+        self.launching = threading.Event()  # set when the first step has come
         self.failure: Exception | None = None
         self.closed = False
         self._launched: deque[StepResult] = deque()
 
     def launch(self, plan: StepPlan) -> None:
+        self.launching.set()
         assert self.gate.wait(10)
         if self.failure is not None:
             raise self.failure
@@ -198,6 +200,7 @@ def test_a_call_that_waits_while_the_loop_dies_is_answered(core: CoreThread, mil
     mill.gate.clear()
     mill.failure = ArithmeticError("the device is on fire")
     core.submit([request("a")])
+    assert mill.launching.wait(10)  # else the call might be answered before the step
     threading.Timer(0.05, mill.gate.set).start()
     with pytest.raises(EngineDead, match="on fire"):
         core.call("load")

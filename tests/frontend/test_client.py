@@ -448,7 +448,7 @@ def test_death_reaches_everybody_who_waits(
         client.run(prepare("e"))
     assert error.value.__cause__ is cause
     with pytest.raises(EngineDead):
-        client.flush_cache()
+        client.call_core("flush_cache")
     assert not client._flying
 
 
@@ -476,7 +476,7 @@ def test_shutdown_reaches_everybody_who_waits(
     with pytest.raises(EngineClosed, match="make a new one"):
         client.run(prepare("b"))
     with pytest.raises(EngineClosed):
-        client.flush_cache()
+        client.call_core("flush_cache")
     assert cores[0].closed
 
 
@@ -528,7 +528,7 @@ def test_progress_bar(
 ) -> None:
     written = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
-    monkeypatch.setattr("tokenmill.frontend.client._QUIET_SECONDS", 0)
+    monkeypatch.setattr("tokenmill.frontend.progress._QUIET_SECONDS", 0)
     client._config = replace(client._config, show_progress=show)
     threads = threading.active_count()
     client.run(prepare(*["text"] * num_rows))

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from tokenmill.layers.linear import Linear, PackedLinear, TiedLinear, can_pack, pack_linears
+from tokenmill.layers.linear import (
+    Linear,
+    PackedLinear,
+    TiedLinear,
+    can_pack,
+    pack_linears,
+    unpack_children,
+)
 
 CPU = torch.device("cpu")
 
@@ -57,6 +64,24 @@ def test_packing_replaces_linears_wherever_they_are() -> None:
     assert torch.allclose(model.get_submodule("list.0")(x), expected[0], atol=1e-5)
     assert torch.allclose(model["tied"](x), expected[1], atol=1e-5)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(384, 640), (17, 33), (1, 1)])
+def test_unpacking_gives_every_number_back(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    skip_unless_packable(dtype)
+    plain = make(inputs, outputs, bias=True, dtype=dtype)
+    plain.parts = {"a": 1, "b": outputs - 1}
+    table = nn.Parameter(torch.randn(5, inputs).to(dtype), requires_grad=False)
+    model = nn.ModuleDict({"plain": plain, "tied": TiedLinear(table)})
+    weight, bias = plain.weight.clone(), plain.bias
+    pack_linears(model)
+    assert unpack_children(model)
+    assert not unpack_children(model)
+    assert torch.equal(model["plain"].weight, weight)
+    assert model["plain"].bias is bias
+    assert [name for name, _, _ in model["plain"].slots()] == ["a", "b", "a", "b"]
+    assert model["tied"].weight is table
 
 
 def test_only_what_gains_is_packed() -> None:

@@ -31,13 +31,14 @@ class Guide:
         self._min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
         self._num_accepted = 0
 
-    def accept(self, token: int) -> None:
-        """Go on by a token drawn under this guide's mask."""
+    def accept(self, token: int) -> Finish | None:
+        """Go on by a token drawn under this guide's mask; returns `finish`."""
         self._num_accepted += 1
         if self._has_ended or (token in self.end_ids and self.matcher.is_accepting):
             self._has_ended = True
         elif not self.matcher.accept(token):
             self.finish = _broken(self.matcher.error or f"token {token} was drawn, which it does not allow")
+        return self.finish
 
     def set_ends(self, row: IntArray, ends: IntArray) -> None:
         """Complete the matcher's mask [words]: `ends` are allowed where the output is complete."""

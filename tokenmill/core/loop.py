@@ -8,19 +8,20 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.core.control import Control
 from tokenmill.core.deadlines import Clock, Deadlines
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler
-from tokenmill.errors import InvalidArgument
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
 
@@ -81,10 +82,12 @@ class Loop:
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._cache = cache
         self._grammars = grammars
         self._inbox = inbox
         self._deliver = deliver
+        self._control = Control(runner, scheduler, cache, grammars, deliver=deliver)
+        # Calls that wait until the requests before them are done, and all that came after the first of them.
+        self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
         self._closing = False
 
@@ -98,8 +101,9 @@ class Loop:
             self._drain()
             if self._deadlines:
                 self._send(self._scheduler.time_out(self._deadlines.pop_due()))
-            if not self._scheduler.is_asleep:
+            if not (self._scheduler.is_asleep or self._control.stands_still):
                 self._turn()
+                self._control.stepped()
         self._send(self._scheduler.abort_all("the engine was shut down"))
         self._grammars.close()
 
@@ -134,7 +138,8 @@ class Loop:
 
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes or a deadline is there."""
-        if self._scheduler.is_asleep and not self._closing:
+        self._let_go()
+        if (self._scheduler.is_asleep or self._control.stands_still) and not self._closing:
             with contextlib.suppress(queue.Empty):
                 self._handle(self._inbox.get(timeout=self._deadlines.seconds_left()))
         while not self._closing:
@@ -146,6 +151,8 @@ class Loop:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case Submit() | Call() if self._must_wait(message):
+                self._held.append(message)
             case Submit(requests):
                 self._deadlines.add(requests)
                 self._send(self._scheduler.submit(requests))
@@ -154,6 +161,8 @@ class Loop:
                 self._send(self._scheduler.compiled(request_id, outcome))
             case Cancel(request_ids):
                 self._send(self._scheduler.cancel(request_ids))
+                if self._held:  # it may be meant for requests among them
+                    self._held.append(message)
             case Call():
                 self._answer(message)
             case Close():
@@ -168,34 +177,27 @@ class Loop:
     def _report_compiled(self, request_id: str, outcome: Guide | Finish) -> None:
         self._inbox.put(Compiled(request_id, outcome))
 
+    def _must_wait(self, message: Message) -> bool:
+        """Whether a message comes later: new requests stay behind a call that waits for the old ones."""
+        if isinstance(message, Call):
+            return self._control.must_wait(message.name)
+        return bool(self._held)
+
+    def _let_go(self) -> None:
+        """Handle what was held back, once the call in front need not wait any longer."""
+        if self._held and not self._must_wait(self._held[0]):
+            held, self._held = self._held, deque()
+            for message in held:
+                self._handle(message)
+
     def _answer(self, call: Call) -> None:
         """Errors of a call go to the caller; the loop lives on."""
         try:
-            value = self._dispatch(call)
+            value = self._control.answer(call.name, call.arguments)
         except Exception as error:
             call.reply(None, error)
         else:
             call.reply(value, None)
-
-    def _dispatch(self, call: Call) -> Any:
-        match call.name:
-            case "flush_cache":
-                return self._flush_cache()
-            case "load":
-                return {"running": self._scheduler.num_running, "waiting": self._scheduler.num_waiting}
-            case "memory":
-                return self._runner.call("memory")
-            case "check":
-                return self._scheduler.check_invariants()
-        raise InvalidArgument(f"the core has no call {call.name!r}")
-
-    def _flush_cache(self) -> tuple[bool, str]:
-        if not self._scheduler.idle:
-            busy = self._scheduler.num_running + self._scheduler.num_waiting
-            return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
-        self._cache.flush()
-        self._grammars.clear()
-        return True, "the prefix cache is empty"
 
     def _send(self, outputs: Sequence[Output]) -> None:
         if outputs:

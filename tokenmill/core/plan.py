@@ -5,7 +5,6 @@ Decides nothing; holds no state between steps. What is remembered of a step on i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +31,19 @@ class Flight:
     slots: IntArray  # of the plan's rows
     samples: BoolArray  # which of the plan's rows draw a token
     states: list[RequestState]  # whose rows these are, in the plan's order
+    starting: list[RequestState]  # those of `states` whose prompt ends in this step
     num_decodes: int
     chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
 
     @property
-    def draws(self) -> Iterable[tuple[int, RequestState]]:
-        """The slots that draw a token, and whose they are."""
-        return zip(self.slots[self.samples].tolist(), self.states, strict=True)
+    def guided(self) -> list[tuple[int, RequestState]]:
+        """The slots whose draw a grammar guides, and whose they are."""
+        return [
+            (slot, state)
+            for slot, state in zip(self.slots[self.samples].tolist(), self.states, strict=True)
+            if state.guide is not None and state.finish is None
+        ]
 
     def state(self, row: int) -> RequestState:
         """Whose row of the plan this is."""

@@ -37,7 +37,7 @@ _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 class _Ask:
     number: int
     name: str
-    arguments: dict[str, Any]
+    arguments: bytes  # pickled: a connection would send tensors as handles, for which there is no server
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class CoreProcess:
             self._num_calls += 1
             number = self._num_calls
             self._calls[number] = answer
-            self._pipe.send(_Ask(number, name, arguments))
+            self._pipe.send(_Ask(number, name, pickle.dumps(arguments)))
         return answer.result()
 
     def close(self) -> None:
@@ -236,7 +236,9 @@ class _Child:
 
     def _call(self, ask: _Ask) -> Call:
         return Call(
-            ask.name, ask.arguments, lambda value, error: self._send(_Answer(ask.number, value, error))
+            ask.name,
+            pickle.loads(ask.arguments),
+            lambda value, error: self._send(_Answer(ask.number, value, error)),
         )
 
     def _send(self, message: _Started | _Outputs | _Answer | _Died) -> None:

@@ -6,6 +6,7 @@ Who moves a request from one phase to the next is the scheduler; here is only wh
 from __future__ import annotations
 
 import enum
+import time
 from array import array
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from tokenmill.core.extras import request_extras
 from tokenmill.core.grammars import Guide
 from tokenmill.kvcache import RowPages
-from tokenmill.messages import Finish, IntArray, Output, Request
+from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
 
 # Slot of a request that is in no row, age of one that never was in any.
 NO_SLOT = -1
@@ -44,11 +45,13 @@ class RequestState:
     """
 
     __slots__ = (
+        "admitted_seconds",
         "age",
         "arrival",
         "cached_tokens",
         "extras",
         "finish",
+        "first_token_seconds",
         "guide",
         "limit",
         "num_prompt",
@@ -60,6 +63,7 @@ class RequestState:
         "request",
         "slot",
         "stop_ids",
+        "submitted_seconds",
         "tokens",
         "total",
         "urgency",
@@ -70,7 +74,7 @@ class RequestState:
         self.arrival = arrival
         self.urgency = urgency  # the larger, the sooner; equal for all while priorities are off
         self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
-        self.phase = Phase.WAITING
+        self.phase = Phase.WAITING if request.grammar is None else Phase.COMPILING
         self.num_prompt = len(request.prompt_ids)
         self.limit = self.num_prompt + request.max_new_tokens  # tokens when the length ends it
         self.stop_ids = frozenset(request.stop_ids)
@@ -85,6 +89,10 @@ class RequestState:
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
         self.guide: Guide | None = None  # which tokens its grammar allows next
+        # See `RequestTimes`.
+        self.submitted_seconds = time.perf_counter()
+        self.admitted_seconds: float | None = None
+        self.first_token_seconds: float | None = None
         self.extras = request_extras(request, self.tokens)
         self._set_report()
 
@@ -116,6 +124,7 @@ class RequestState:
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""
+        times = None if self.num_reported else self._times()
         first = self.num_prompt + self.num_reported
         token_ids = self.tokens[first:].tolist()
         self.num_reported += len(token_ids)
@@ -127,14 +136,26 @@ class RequestState:
             finish=finish,
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
+            times=times,
             insight=None if self.extras is None else self.extras.insight(is_last=finish is not None),
         )
+
+    def _times(self) -> RequestTimes:
+        return RequestTimes(self.submitted_seconds, self.admitted_seconds, self.first_token_seconds)
 
     def _set_report(self) -> None:
         interval = self.request.report_interval
         # The first token is reported at once.
         due = self.num_prompt + self.num_reported + (interval if self.num_reported else 1)
         self.report_at = min(due, self.limit) if interval else self.limit
+
+
+def note_first_tokens(states: list[RequestState]) -> None:
+    """Remember when requests got their first token; one that was preempted keeps its first time."""
+    if states:
+        seconds = time.perf_counter()
+        for state in states:
+            state.first_token_seconds = state.first_token_seconds or seconds
 
 
 class Rows:

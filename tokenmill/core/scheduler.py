@@ -6,6 +6,7 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ from tokenmill.core.grammars import Guide
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
-from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows
+from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows, note_first_tokens
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, StepPlan, StepResult
 
@@ -62,6 +63,7 @@ class Scheduler:
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
         self._prefilling: list[RequestState] = []  # at most one between steps
         self._flights: deque[Flight] = deque()
+        self.num_drawn = 0  # tokens taken in since the start
 
     @property
     def num_waiting(self) -> int:
@@ -117,11 +119,9 @@ class Scheduler:
                     continue
             self._num_late += state.waits_for_tokens
             self._states[request.id] = state
-            if request.grammar is None:
+            self._num_compiling += state.phase is Phase.COMPILING
+            if state.phase is Phase.WAITING:
                 self._queue.add(state)
-            else:
-                state.phase = Phase.COMPILING
-                self._num_compiling += 1
         return ended
 
     @property
@@ -153,6 +153,13 @@ class Scheduler:
         """End every request at once, saying why. Steps in flight stay in flight."""
         return self._abort(list(self._states.values()), message)
 
+    def retract_all(self) -> None:
+        """Preempt everything that runs; no step may be in flight. It is computed anew when it comes back."""
+        assert not self._flights
+        self._refresh_decoding()
+        for state in [*self._prefilling, *reversed(self._decoding)]:
+            self._retract(state)
+
     def _abort(self, states: Iterable[RequestState], message: str) -> list[Output]:
         return [self._end(state, Finish("abort", message=message)) for state in states]
 
@@ -175,6 +182,7 @@ class Scheduler:
                 slots=plan.slots,
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
+                starting=drawing,
                 num_decodes=num_decodes,
                 chunks=draft.chunks,
                 prompts_only=[state for state in prefills if not state.draws],
@@ -296,6 +304,7 @@ class Scheduler:
         """Give a slot to a request that has pages."""
         if state.age == NEVER_ADMITTED:
             state.age = self._num_admitted
+            state.admitted_seconds = time.perf_counter()
             self._num_admitted += 1
         state.pages = pages
         state.phase = Phase.PREFILL
@@ -354,33 +363,26 @@ class Scheduler:
         """The last draw of a request is launched: only results are missing."""
         self._vacate(state, Phase.DRAINING)
 
-    # ── grammars ──────────────────────────────────────────────────────────────────────────────
-
     def compiled(self, request_id: str, outcome: Guide | Finish) -> list[Output]:
         """Queue a request whose grammar is compiled, or end it. Ids that have ended are ignored."""
-        state = self._states.get(request_id)
-        if state is None:
+        if (state := self._states.get(request_id)) is None:
             return []
         if isinstance(outcome, Finish):
             return [self._end(state, outcome)]
         self._num_compiling -= 1
-        state.guide = outcome
-        state.phase = Phase.WAITING
+        state.guide, state.phase = outcome, Phase.WAITING
         self._queue.add(state)
         return []
 
     def guided(self) -> list[tuple[int, RequestState]]:
         """The slots of the newest plan whose draw a grammar guides, and whose they are."""
-        return [
-            (slot, state)
-            for slot, state in self._flights[-1].draws
-            if state.guide is not None and state.finish is None
-        ]
+        return self._flights[-1].guided
 
     def end_stuck(self, states: Iterable[RequestState]) -> list[Output]:
         """End those requests whose grammar left them no token to draw."""
-        found = [(state, state.guide.finish) for state in states if state.guide is not None]
-        return [self._end(state, finish) for state, finish in found if finish is not None]
+        return [
+            self._end(state, state.guide.finish) for state in states if state.guide and state.guide.finish
+        ]
 
     # ── results in ────────────────────────────────────────────────────────────────────────────
 
@@ -389,16 +391,16 @@ class Scheduler:
         flight = self._flights.popleft()
         outputs = self._take_in_extras(flight, result)
         drawn = result.token_ids[flight.samples].tolist()
+        note_first_tokens(flight.starting)
+        self.num_drawn += len(drawn)
         for state, token in zip(flight.states, drawn, strict=True):
             if state.finish is not None:
                 continue
             tokens = state.tokens
             tokens.append(token)
-            if state.guide is not None:
-                state.guide.accept(token)
-                if state.guide.finish is not None:
-                    outputs.append(self._end(state, state.guide.finish))
-                    continue
+            if state.guide is not None and (failure := state.guide.accept(token)):
+                outputs.append(self._end(state, failure))
+                continue
             if len(tokens) >= state.report_at or token in state.stop_ids:
                 outputs.append(self._report(state, token))
         for state in flight.prompts_only:

@@ -10,38 +10,35 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, TokenmillError, request_error
-from tokenmill.frontend.outputs import Arrival, FlushResult, ResultList, Row, Shape, chunk_of, result_of
+from tokenmill.errors import (
+    EngineClosed,
+    EngineDead,
+    InvalidArgument,
+    TokenmillError,
+    WrongState,
+    request_error,
+)
+from tokenmill.frontend.observers import open_observers
+from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, result_of
+from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
+from tokenmill.metrics import Metrics
 
 if TYPE_CHECKING:
     from tokenmill.frontend.inputs import Job
     from tokenmill.frontend.tokenizer import Tokenizer
 
-# A progress bar appears only after this long.
-_QUIET_SECONDS = 2.0
 _TIMED_OUT = 408
 
 Wake = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """One row of a call got further."""
-
-    finished: bool
-    num_tokens: int
-    chunk: dict[str, Any]  # empty unless the call streams
 
 
 class Call:
@@ -116,6 +113,12 @@ class Client:
         self._flying_ids: set[str] = set()
         self._dead: BaseException | None = None
         self._closed = False
+        self._released: set[str] = set()
+        self.weight_version = config.weight_version
+        self.metrics = (
+            Metrics(config.served_model_name or config.model_path) if config.enable_metrics else None
+        )
+        self._observers = open_observers(config, tokenizer, self.metrics)
         self._core: Core = start_core(config, deliver=self._deliver, died=self._died)
 
     @property
@@ -134,7 +137,8 @@ class Client:
             single=job.single,
             has_text=self._tokenizer is not None,
             cumulative=self._config.cumulative_stream,
-            weight_version=self._config.weight_version,
+            weight_version=self.weight_version,
+            has_timings=self._config.enable_metrics,
             token_text=None if self._tokenizer is None else self._tokenizer.token_text,
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
@@ -205,6 +209,8 @@ class Client:
     def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
         piece = row.take(arrival)
         if row.finish is not None:
+            for observer in self._observers:
+                observer.finished(row)
             if not call.streams:
                 _raise_if_failed(row, row.finish)
                 row.all_shown(call.shape)
@@ -236,12 +242,10 @@ class Client:
         )
         return results[0] if call.shape.single else results
 
-    def _progress(self, call: Call) -> contextlib.AbstractContextManager[Callable[[list[Advance]], None]]:
-        wanted = self._config.show_progress
-        shown = sys.stderr.isatty() if wanted is None else wanted
-        if not shown or call.shape.single:
-            return contextlib.nullcontext(_no_report)
-        return _progress_bar(len(call.rows))
+    def _progress(self, call: Call) -> contextlib.AbstractContextManager[Report]:
+        return open_progress(
+            len(call.rows), wanted=False if call.shape.single else self._config.show_progress
+        )
 
     # ── to the core ───────────────────────────────────────────────────────────────────────────
 
@@ -249,6 +253,7 @@ class Client:
         """Start a call. Raises `InvalidArgument` (id taken, session full), `EngineDead`, `EngineClosed`."""
         with self._lock:
             self._raise_if_ended()
+            self._raise_if_released()
             for row in call.rows:
                 if row.request.id in self._flying_ids:
                     raise InvalidArgument(
@@ -257,6 +262,9 @@ class Client:
                     )
             self._flying.update((row.name, (call, row)) for row in call.rows)
             self._flying_ids.update(row.request.id for row in call.rows)
+        for observer in self._observers:
+            for row in call.rows:
+                observer.received(row)
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.rows)
@@ -281,11 +289,20 @@ class Client:
             flying = [(name, row.request.id) for name, (_, row) in list(self._flying.items())]
         self._core_cancel([name for name, other in flying if every or _is_made_of(other, request_id)])
 
-    def flush_cache(self) -> FlushResult:
-        """Empty the prefix cache; refused while requests are waiting or running."""
+    def call_core(self, name: str, **arguments: Any) -> Any:
+        """Ask the core between two steps; see `core/control.py` for the names."""
         self._raise_if_ended()
-        success, message = self._core.call("flush_cache")
-        return FlushResult(success, message)
+        return self._core.call(name, **arguments)
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory up; no request is taken until all of it is back. `WrongState` if some are in flight."""
+        self.call_core("release_memory_occupation", tags=tags)
+        self._released |= set(tags)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory back."""
+        self.call_core("resume_memory_occupation", tags=tags)
+        self._released -= set(tags)
 
     def close(self) -> None:
         """End the core and free its memory; whoever still waits gets `EngineClosed`. Idempotent."""
@@ -325,6 +342,13 @@ class Client:
             raise EngineClosed("the engine was shut down; make a new one")
         if self._dead is not None:
             raise _engine_dead(self._dead)
+
+    def _raise_if_released(self) -> None:
+        if self._released:
+            raise WrongState(
+                f"the engine has released its memory ({', '.join(sorted(self._released))}); call "
+                "resume_memory_occupation() before the next request"
+            )
 
     # ── from the core's thread ────────────────────────────────────────────────────────────────
 
@@ -443,7 +467,7 @@ class _LoopWake:
         await self._woken
 
 
-# ── ids, progress, death ───────────────────────────────────────────────────────────────────────────
+# ── ids, death ───────────────────────────────────────────────────────────────────────────
 
 
 def _raise_if_failed(row: Row, finish: Finish) -> None:
@@ -460,33 +484,6 @@ def _is_made_of(other: str, request_id: str) -> bool:
     if not request_id or not other.startswith(request_id):
         return False
     return not other[len(request_id) :][:1].isalnum()
-
-
-def _no_report(advanced: list[Advance]) -> None:
-    """Nobody watches."""
-
-
-@contextlib.contextmanager
-def _progress_bar(num_rows: int) -> Iterator[Callable[[list[Advance]], None]]:
-    """A bar on standard error with rows done, their rate, the time left, and tokens per second."""
-    from tqdm import tqdm
-
-    # A class of its own, because tqdm's would start a thread that watches all bars.
-    bar_class = type("ProgressBar", (tqdm,), {"monitor_interval": 0})
-    started = time.perf_counter()
-    num_tokens = 0
-    with bar_class(
-        total=num_rows, desc="generating", unit="row", delay=_QUIET_SECONDS, dynamic_ncols=True
-    ) as bar:
-
-        def report(advanced: list[Advance]) -> None:
-            nonlocal num_tokens
-            num_tokens += sum(advance.num_tokens for advance in advanced)
-            rate = num_tokens / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-            bar.update(sum(advance.finished for advance in advanced))
-
-        yield report
 
 
 def _engine_dead(cause: BaseException) -> EngineDead:

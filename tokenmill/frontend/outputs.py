@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex, overload
 
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import Shown, ShownPiece, TokenText
-from tokenmill.messages import Finish, Output, Request
+from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 
 class ResultList(list[dict[str, Any]]):
@@ -81,7 +81,8 @@ class Row:
         self._all_shown: dict[str, Any] | None = None
         self._text = text
         self._text_parts: list[str] = []
-        self._submitted_seconds = time.perf_counter()
+        self.times: RequestTimes | None = None  # in the core, once something came back
+        self.submitted_seconds = time.perf_counter()
 
     def take(self, arrival: Arrival) -> Piece:
         """Take an Output in; `finish` is set if it was the last, or completed a stop string."""
@@ -97,7 +98,8 @@ class Row:
         self._text_parts.append(text)
         self.cached_tokens = output.cached_tokens
         self.num_retractions = output.num_retractions
-        self.latency_seconds = arrival.seconds - self._submitted_seconds
+        self.times = output.times or self.times
+        self.latency_seconds = arrival.seconds - self.submitted_seconds
         return piece
 
     def all_shown(self, shape: Shape) -> dict[str, Any]:
@@ -138,6 +140,7 @@ class Shape:
     has_text: bool  # False without a tokenizer
     cumulative: bool  # chunks repeat everything so far instead of what is new
     weight_version: str
+    has_timings: bool = False  # results say when what happened
     token_text: TokenText | None = None  # the text of one token; None without a tokenizer
 
 
@@ -165,7 +168,7 @@ def _dict(row: Row, text: str, token_ids: list[int], shown: dict[str, Any], shap
 def _meta_info(row: Row, shape: Shape) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "id": row.request.id,
-        "finish_reason": None if row.finish is None else _finish_reason(row.finish),
+        "finish_reason": None if row.finish is None else finish_reason(row.finish),
         "prompt_tokens": len(row.request.prompt_ids),
         "completion_tokens": len(row.token_ids),
         "cached_tokens": row.cached_tokens,
@@ -178,10 +181,36 @@ def _meta_info(row: Row, shape: Shape) -> dict[str, Any]:
     }
     if row.finish is not None:
         facts["e2e_latency"] = row.latency_seconds
+        if shape.has_timings:
+            facts |= timings(row)
     return facts
 
 
-def _finish_reason(finish: Finish) -> dict[str, Any]:
+def timings(row: Row) -> dict[str, float | None]:
+    """When what happened to a finished request: points in time in epoch seconds, durations in seconds.
+
+    None where it did not come to that: the request was aborted before, or asked for no token.
+    """
+    epoch = time.time() - time.perf_counter()
+    received, finished = row.submitted_seconds, row.submitted_seconds + row.latency_seconds
+    times = row.times or RequestTimes(received, None, None)
+    admitted, first = times.admitted, times.first_token
+    num_more = len(row.token_ids) - 1
+    decoding = None if first is None else finished - first
+    return {
+        "request_received_ts": epoch + received,
+        "api_server_dispatch_finish_ts": epoch + times.submitted,
+        "queue_time": None if admitted is None else admitted - times.submitted,
+        "forward_entry_time": None if admitted is None else epoch + admitted,
+        "prefill_finished_time": None if first is None else epoch + first,
+        "first_token_latency": None if first is None else first - received,
+        "request_finished_ts": epoch + finished,
+        "decode_throughput": num_more / decoding if num_more > 0 and decoding else None,
+    }
+
+
+def finish_reason(finish: Finish) -> dict[str, Any]:
+    """Why a request ended, as results say it."""
     match finish.kind:
         case "stop":
             return {"type": "stop", "matched": finish.matched}

@@ -43,13 +43,21 @@ class PagePool:
         device: torch.device,
     ) -> None:
         self.page_size = page_size
-        self._layers = tuple(layers)
-        self._storage = [
-            _zeros((2, num_pages, page_size, layer.num_kv_heads, layer.head_dim), dtype=dtype, device=device)
-            for layer in layers
-        ]
+        self._shapes = [(2, num_pages, page_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        self._dtype = dtype
+        self._device = device
+        self._storage: list[torch.Tensor] = []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, zeroed, in place of what was there."""
+        self._storage = [_zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
         self.keys = [storage[0] for storage in self._storage]
         self.values = [storage[1] for storage in self._storage]
+
+    def release(self) -> None:
+        """Give the memory back, as soon as nobody else holds `keys` and `values`; until `allocate`."""
+        self._storage, self.keys, self.values = [], [], []
 
     @property
     def num_bytes(self) -> int:

@@ -96,6 +96,9 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: Linear | TiedLinear) -> None:
         super().__init__()
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _EXPECTED_ROWS)
+        # In a tuple, so that it is no module of the model's.
+        self._tied = (plain,) if isinstance(plain, TiedLinear) else None
+        self._parts = {} if isinstance(plain, TiedLinear) else plain.parts
         if isinstance(plain, Linear):
             self.bias = plain.bias
             self.weight = nn.Parameter(packed, requires_grad=False)
@@ -116,6 +119,17 @@ class PackedLinear(nn.Module):
         y_NO = self(normed_NI)
         return (gated_silu(y_NO) if gated else y_NO), total_NI
 
+    def unpacked(self) -> Linear | TiedLinear:
+        """What was packed, with exactly its numbers."""
+        if self._tied is not None:
+            return self._tied[0]
+        weight_OI = self.weight.to_dense()
+        out_features, in_features = weight_OI.shape
+        plain = Linear(in_features, out_features, bias=False, dtype=weight_OI.dtype, parts=self._parts)
+        plain.weight = nn.Parameter(weight_OI, requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine multiplies packed weights of the dtype (and gains by it)."""
@@ -132,6 +146,21 @@ def pack_linears(model: nn.Module) -> None:
     """Replace every `Linear` and `TiedLinear` below `model` by its packed form, one after the other, so
     that at most one weight exists twice at a time (that of a tied one stays: it is also looked up)."""
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, Linear | TiedLinear):
-                setattr(parent, name, PackedLinear(child))
+        pack_children(parent)
+
+
+def pack_children(parent: nn.Module) -> None:
+    """As `pack_linears`, only for what is directly below `parent`."""
+    for name, child in parent.named_children():
+        if isinstance(child, Linear | TiedLinear):
+            setattr(parent, name, PackedLinear(child))
+
+
+def unpack_children(parent: nn.Module) -> bool:
+    """The opposite of `pack_children`; whether there was anything to unpack."""
+    found = False
+    for name, child in parent.named_children():
+        if isinstance(child, PackedLinear):
+            setattr(parent, name, child.unpacked())
+            found = True
+    return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,11 +18,48 @@ _SINGLE = "model.safetensors"
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+class TensorSource(Protocol):
+    """Tensors by their names in a checkpoint; `title` says in messages where they are from."""
+
+    title: str
+
+    @property
+    def names(self) -> set[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str: ...
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class GivenTensors:
+    """Tensors that a caller gave, on any device."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.title = "what was given"
+        self._tensors = tensors
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        """Its dtype, in torch's word."""
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor itself."""
+        return self._tensors[name]
+
+
 class Checkpoint:
     """An open checkpoint: names, shapes and memory-mapped tensors of all its files."""
 
     def __init__(self, readers: Sequence[Any], folder: Path) -> None:
-        self.folder = folder
+        self.title = f"the checkpoint {folder}"
         self._readers = {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118
 
     @property

@@ -9,7 +9,8 @@ import dataclasses
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -18,9 +19,9 @@ from torch import nn
 from tqdm import tqdm
 
 from tokenmill.errors import InvalidArgument
-from tokenmill.layers.linear import can_pack, pack_linears
+from tokenmill.layers.linear import can_pack, pack_children, pack_linears, unpack_children
 from tokenmill.layers.norm import RMSNorm
-from tokenmill.models.checkpoint import Checkpoint, open_checkpoint
+from tokenmill.models.checkpoint import Checkpoint, TensorSource, open_checkpoint
 from tokenmill.models.model import Model
 from tokenmill.models.registry import model_class
 from tokenmill.models.spec import ModelSpec
@@ -92,10 +93,10 @@ def _with_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _fill(
-    slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint, spec: ModelSpec, *, progress: bool
+    slots: Mapping[str, torch.Tensor], source: TensorSource, spec: ModelSpec, *, progress: bool
 ) -> None:
-    _check_names(slots, checkpoint, spec)
-    _check_tensors(slots, checkpoint)
+    _check_names(slots, source, spec)
+    _check_tensors(slots, source)
     with tqdm(
         desc="loading weights",
         total=sum(slot.numel() * slot.element_size() for slot in slots.values()),
@@ -106,19 +107,19 @@ def _fill(
         file=sys.stderr,
     ) as bar:
         for name, slot in slots.items():
-            slot.copy_(checkpoint.read(name))
+            slot.copy_(source.read(name))
             bar.update(slot.numel() * slot.element_size())
 
 
-def _check_names(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    missing = slots.keys() - checkpoint.names
+def _check_names(slots: Mapping[str, torch.Tensor], source: TensorSource, spec: ModelSpec) -> None:
+    missing = slots.keys() - source.names
     if missing:
         remedy = ' (json_model_override_args={"tie_word_embeddings": true}?)' if missing == {_HEAD} else ""
-        raise InvalidArgument(f"the checkpoint {checkpoint.folder} lacks {_listed(missing)}{remedy}")
-    unexpected = [name for name in checkpoint.names - slots.keys() if not _is_tolerated(name, spec=spec)]
+        raise InvalidArgument(f"{source.title} lacks {_listed(missing)}{remedy}")
+    unexpected = [name for name in source.names - slots.keys() if not _is_tolerated(name, spec=spec)]
     if unexpected:
         raise InvalidArgument(
-            f"the checkpoint {checkpoint.folder} has {_listed(unexpected)}, which a "
+            f"{source.title} has {_listed(unexpected)}, which a "
             f"{spec.architecture} with this configuration does not have"
         )
 
@@ -133,17 +134,17 @@ def _is_tolerated(name: str, *, spec: ModelSpec) -> bool:
     return _DERIVED.search(name) is not None
 
 
-def _check_tensors(slots: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+def _check_tensors(slots: Mapping[str, torch.Tensor], source: TensorSource) -> None:
     for name, slot in slots.items():
-        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        shape, dtype = source.shape(name), source.dtype(name)
         if shape != tuple(slot.shape):
             raise InvalidArgument(
-                f"{name} in the checkpoint {checkpoint.folder} has shape {list(shape)}, but the "
+                f"{name} in {source.title} has shape {list(shape)}, but the "
                 f"configuration needs {list(slot.shape)}"
             )
         if dtype not in _FLOATS:
             raise InvalidArgument(
-                f"{name} in the checkpoint {checkpoint.folder} is stored as {dtype}; quantized weights "
+                f"{name} in {source.title} is stored as {dtype}; quantized weights "
                 f"are not supported yet, only {', '.join(_FLOATS)}"
             )
 
@@ -153,6 +154,59 @@ def _listed(names: Iterable[str], *, limit: int = 5) -> str:
     ordered = sorted(names)
     dots = ", ..." if len(ordered) > limit else ""
     return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({', '.join(ordered[:limit])}{dots})"
+
+
+# ── after the start ───────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def open_slots(model: Model, names: Iterable[str] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Where the tensors of these names (None: all) lie, to be read or copied into inside the block.
+
+    What is packed for a CPU is unpacked meanwhile. Names that the model does not have are not in the result.
+    """
+    network = cast(nn.Module, model)
+    parents = list(network.modules()) if names is None else _parents(network, names)
+    packed = [parent for parent in parents if unpack_children(parent)]
+    try:
+        yield model.weight_slots()
+    finally:
+        for parent in packed:
+            pack_children(parent)
+
+
+def update_weights(model: Model, spec: ModelSpec, source: TensorSource, *, partial: bool) -> None:
+    """Replace weights in place; the addresses stay, so graphs that were captured go on working.
+
+    `partial`: the source need not have all of them. Raises `InvalidArgument`, with nothing changed, where
+    a tensor is missing, unknown, or does not fit.
+    """
+    with open_slots(model, source.names if partial else None) as slots:
+        spec = dataclasses.replace(spec, tied_embeddings=_HEAD not in slots)
+        _check_tie(slots, source)
+        if partial:
+            slots = {name: slots[name] for name in source.names if name in slots}
+        _fill(slots, source, spec, progress=False)
+
+
+def _parents(network: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules below which the projections of these tensors hang."""
+    modules = dict(network.named_modules())
+    paths = {".".join(name.removeprefix("model.").split(".")[:-2]) for name in names}
+    return [modules[path] for path in paths if path in modules]
+
+
+def _check_tie(slots: Mapping[str, torch.Tensor], source: TensorSource) -> None:
+    """An output layer that this model shares with its embedding can have no weights of its own."""
+    if _HEAD in slots or _HEAD not in source.names:
+        return
+    embedding = source.read(_EMBEDDING) if _EMBEDDING in source.names else slots[_EMBEDDING]
+    head = source.read(_HEAD)
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
+        raise InvalidArgument(
+            f"{_HEAD} in {source.title} differs from the embedding, but this model was loaded with both "
+            "tied; make a new engine for it"
+        )
 
 
 # ── without files ─────────────────────────────────────────────────────────────────────────────

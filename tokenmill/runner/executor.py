@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tokenmill.attention import create_backend
-from tokenmill.attention.base import AttentionSpec, Step, StepLayout
+from tokenmill.attention.base import AttentionSpec, Backend, Step, StepLayout
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kvcache.pool import LayerShape, PagePool
 from tokenmill.models import Model
@@ -19,7 +19,9 @@ class Executor:
     def __init__(self, model: Model, specs: Sequence[AttentionSpec], *, backend: str, pool: PagePool) -> None:
         self._model = model
         self._pool = pool
-        self._attention = create_backend(backend, specs, pool.keys, pool.values, pool.page_size)
+        self._specs = specs
+        self._backend = backend
+        self._attention = self._open_attention()
 
     @property
     def pool(self) -> PagePool:
@@ -39,6 +41,20 @@ class Executor:
         """
         self._attention.plan(layout)
         return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
+
+    def release_pool(self) -> None:
+        """Free the keys and values; nothing can run until `restore_pool`."""
+        del self._attention
+        self._pool.release()
+
+    def restore_pool(self) -> None:
+        """Take memory for keys and values again, all zero, at other addresses."""
+        self._pool.allocate()
+        self._attention = self._open_attention()
+
+    def _open_attention(self) -> Backend:
+        pool = self._pool
+        return create_backend(self._backend, self._specs, pool.keys, pool.values, pool.page_size)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocabulary] in the model's dtype."""

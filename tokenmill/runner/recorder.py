@@ -80,6 +80,13 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         self._used = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the graphs hold."""
+        segments = torch.cuda.memory_snapshot()
+        mine = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._memory)]
+        return sum(segment["total_size"] for segment in mine)
+
     def record(self, step: Callable[[], _Made], title: str) -> Graph[_Made]:
         """Capture `step`, which returns the tensors it makes and may run on nobody's rows meanwhile.
 

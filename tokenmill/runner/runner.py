@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument
+from tokenmill.errors import InvalidArgument, WrongState
 from tokenmill.hub import resolve
 from tokenmill.messages import EngineFacts, StepPlan, StepResult, TokenMasks
 from tokenmill.models import ModelSpec, read_spec
@@ -26,10 +28,12 @@ from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.memory import PoolSize, build_executor
+from tokenmill.runner.profile import Profiler
 from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.recorder import Recorder
 from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
+from tokenmill.runner.weights import Weights
 
 _log = logging.getLogger("tokenmill")
 
@@ -38,6 +42,7 @@ _log = logging.getLogger("tokenmill")
 class _Graphs:
     decodes: DecodeGraphs
     prompts: PromptGraphs
+    recorder: Recorder
 
 
 @dataclass(slots=True)
@@ -68,6 +73,7 @@ class LocalRunner:
         with torch.inference_mode():
             model, placement, step_bytes = load(folder, spec, config, placement, clock)
             weights = list(model.parameters())
+            self._weights = Weights(model, spec, config)
             self._executor, size = build_executor(
                 model, spec, step_bytes=step_bytes, config=config, placement=placement
             )
@@ -82,9 +88,20 @@ class LocalRunner:
                 sharing=self._executor.sharing,
             )
         self._steps = EagerSteps(self._executor, self._rows)
-        self._graphs: _Graphs | None = None
-        if placement.cuda_graphs:
-            self._graphs = _graphs(self._executor, self._rows, placement, weights)
+        self._open_graphs = partial(_graphs, self._executor, self._rows, placement, weights)
+        self._graphs = self._open_graphs()
+        self._profiler = Profiler(placement.device)
+        self._calls: dict[str, Callable[..., Any]] = {
+            "memory": self._memory,
+            "start_profile": self._profiler.start,
+            "stop_profile": self._profiler.stop,
+            "update_weights_from_disk": self._weights.update_from_disk,
+            "update_weights_from_tensor": self._weights.update_from_tensor,
+            "get_weights_by_name": self._weights.read,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
+            "open_graphs": self._reopen_graphs,
+        }
         clock.lap("pool")
         self._launched: _Launched | None = None
         self._in_flight: deque[Results] = deque()
@@ -117,16 +134,25 @@ class LocalRunner:
         return self._in_flight.popleft().result()
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Answer a question about the device: `memory` gives bytes in use and free."""
-        if name == "memory":
-            return self._memory()
-        raise InvalidArgument(f"the runner has no call {name!r}")
+        """Answer a call between two steps; see `_calls` for their names."""
+        if name not in self._calls:
+            raise InvalidArgument(f"the runner has no call {name!r}")
+        return self._calls[name](**arguments)
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
+        self._profiler.close()
         self._in_flight.clear()
         self._launched = None
-        del self._executor, self._rows, self._steps, self._graphs
+        del (
+            self._executor,
+            self._rows,
+            self._steps,
+            self._graphs,
+            self._open_graphs,
+            self._weights,
+            self._calls,
+        )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -163,25 +189,66 @@ class LocalRunner:
         targets = torch.from_numpy(plan.copy_targets.astype(np.int64)).to(self._device)
         self._executor.pool.copy_pages(sources, targets)
 
+    def _release_memory(self, *, tags: Collection[str]) -> None:
+        """Give up what the tags name, and the graphs, which hold addresses of everything."""
+        self._graphs = None
+        if "kv_cache" in tags:
+            self._executor.release_pool()
+        if "weights" in tags:
+            self._weights.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _resume_memory(self, *, tag: str) -> None:
+        """Take back what one tag names; graphs wait for `_reopen_graphs`."""
+        problem = self._take_back(tag)
+        if problem is not None:
+            raise WrongState(
+                f"there is no memory to take {tag} back on {self._device}: {problem}; free the device and "
+                "call resume_memory_occupation() again"
+            )
+
+    def _take_back(self, tag: str) -> str | None:
+        """Why it cannot be done; nobody keeps the error itself, whose frames hold what was taken so far."""
+        try:
+            if tag == "kv_cache":
+                self._executor.restore_pool()
+            elif tag == "weights":
+                self._weights.restore()
+        except torch.OutOfMemoryError as error:
+            return str(error)
+        return None
+
+    def _reopen_graphs(self) -> None:
+        """Everything is where it will stay; steps may be captured again."""
+        self._graphs = self._open_graphs()
+
     def _memory(self) -> dict[str, int]:
+        """Bytes in use and free; `graph_bytes` is what captured steps hold."""
         if self._device.type == "cpu":
-            return {"cache_bytes": self._executor.pool.num_bytes}
+            return {"cache_bytes": self._executor.pool.num_bytes, "graph_bytes": 0}
         free, total = torch.cuda.mem_get_info(self._device)
         return {
             "cache_bytes": self._executor.pool.num_bytes,
+            "graph_bytes": 0 if self._graphs is None else self._graphs.recorder.num_bytes,
             "allocated_bytes": torch.cuda.memory_allocated(self._device),
             "free_bytes": free,
             "total_bytes": total,
         }
 
 
-def _graphs(executor: Executor, rows: Rows, placement: Placement, weights: list[torch.Tensor]) -> _Graphs:
+def _graphs(
+    executor: Executor, rows: Rows, placement: Placement, weights: list[torch.Tensor]
+) -> _Graphs | None:
+    if not placement.cuda_graphs:
+        return None
     recorder = Recorder(placement.device)
     most_rows = placement.max_running_requests
     seconds = row_seconds(sum(weight.numel() for weight in weights))
     return _Graphs(
         DecodeGraphs(executor, rows, policy=CapturePolicy(most_rows, row_seconds=seconds), recorder=recorder),
         PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
+        recorder,
     )
 
 

@@ -1,0 +1,273 @@
+"""Calls that the core answers between two steps: cache, pauses, profiles, weights, memory, and questions.
+
+Owns whether the engine stands still (paused, or without its memory) and which steps are traced. The loop asks
+here; requests themselves are the scheduler's.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+from tokenmill.core.grammars import Grammars
+from tokenmill.core.scheduler import Scheduler
+from tokenmill.errors import InvalidArgument, TokenmillError, WrongState
+from tokenmill.kvcache.cache import Cache
+from tokenmill.messages import Output, Runner, Sink
+
+_log = logging.getLogger("tokenmill")
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+# Calls that wait until every request before them has finished.
+_WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
+# Steps over which throughput is measured.
+_STEPS_BETWEEN_LOOKS = 40
+
+
+class Control:
+    """Answers calls for one loop, on its thread. No call may come while the loop is inside a step."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, cache: Cache, grammars: Grammars, *, deliver: Sink
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._cache = cache
+        self._grammars = grammars
+        self._deliver = deliver
+        self._paused = False
+        self._released: set[str] = set()
+        self._steps = _StepWatch(scheduler)
+        self._profile = _ProfileWindow(runner)
+        self._calls: dict[str, Callable[..., Any]] = {
+            "flush_cache": self._flush_cache,
+            "load": self._load,
+            "state": self._state,
+            "memory": lambda: runner.call("memory"),
+            "check": scheduler.check_invariants,
+            "freeze_gc": _freeze_gc,
+            "pause_generation": self._pause,
+            "continue_generation": self._continue,
+            "start_profile": self._start_profile,
+            "stop_profile": self._profile.stop,
+            "update_weights_from_disk": self._update_from_disk,
+            "update_weights_from_tensor": self._update_from_tensor,
+            "get_weights_by_name": self._get_weights,
+            "release_memory_occupation": self._release,
+            "resume_memory_occupation": self._resume,
+        }
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether no step may run."""
+        return self._paused or bool(self._released)
+
+    def must_wait(self, name: str) -> bool:
+        """Whether the call has to wait for requests to finish before it is answered."""
+        return name in _WAITING_CALLS and not (self._scheduler.idle or self.stands_still)
+
+    def answer(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the call returns; raises what it raises."""
+        if name not in self._calls:
+            raise InvalidArgument(f"the core has no call {name!r}")
+        return self._calls[name](**arguments)
+
+    def stepped(self) -> None:
+        """The loop turned once."""
+        self._steps.stepped()
+        self._profile.advance(self._steps.count)
+
+    # ── cache and questions ───────────────────────────────────────────────────────────────────
+
+    def _flush_cache(self) -> tuple[bool, str]:
+        if not self._scheduler.idle:
+            busy = self._scheduler.num_running + self._scheduler.num_waiting
+            return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
+        self._cache.flush()
+        self._grammars.clear()
+        return True, "the prefix cache is empty"
+
+    def _load(self) -> dict[str, int]:
+        return {"running": self._scheduler.num_running, "waiting": self._scheduler.num_waiting}
+
+    def _state(self) -> dict[str, Any]:
+        """Numbers that change while the engine works."""
+        return {
+            **self._load(),
+            **self._runner.call("memory"),
+            "last_gen_throughput": self._steps.tokens_per_second,
+            "used_tokens": self._cache.num_used_pages * self._cache.page_size,
+            "cached_tokens": self._cache.num_cached_pages * self._cache.page_size,
+            "paused": self._paused,
+            "released": sorted(self._released),
+        }
+
+    # ── pauses ────────────────────────────────────────────────────────────────────────────────
+
+    def _pause(self, *, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._send(self._scheduler.abort_all("generation was paused"))
+        while self._scheduler.num_in_flight:
+            self._send(self._scheduler.take_in(self._runner.collect()))
+        if mode == "retract":
+            self._scheduler.retract_all()
+        self._paused = True
+
+    def _continue(self) -> None:
+        self._paused = False
+
+    def _send(self, outputs: Sequence[Output]) -> None:
+        if outputs:
+            self._deliver(outputs)
+
+    # ── profiles ──────────────────────────────────────────────────────────────────────────────
+
+    def _start_profile(self, *, start_step: int | None, num_steps: int | None, **options: Any) -> None:
+        self._profile.start(options, now=self._steps.count, start_step=start_step, num_steps=num_steps)
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────
+
+    def _update_from_disk(self, *, model_path: str) -> tuple[bool, str, int]:
+        num_paused = self._scheduler.num_running + self._scheduler.num_waiting
+        success, message = self._update(
+            "update_weights_from_disk", {"model_path": model_path}, flush_cache=True
+        )
+        return success, message, num_paused if success else 0
+
+    def _update_from_tensor(
+        self, *, named_tensors: Sequence[tuple[str, Any]], flush_cache: bool
+    ) -> tuple[bool, str]:
+        arguments = {"named_tensors": named_tensors}
+        return self._update("update_weights_from_tensor", arguments, flush_cache=flush_cache)
+
+    def _update(self, name: str, arguments: dict[str, Any], *, flush_cache: bool) -> tuple[bool, str]:
+        """Whether the weights were replaced, and what there is to say about it."""
+        if "weights" in self._released:
+            return False, "the weights are released; call resume_memory_occupation(tags=['weights']) first"
+        if flush_cache and self._scheduler.num_running:
+            return False, (
+                f"{self._scheduler.num_running} requests are paused in place, with keys and values of the "
+                "old weights; pause with mode='retract' to compute them anew, or use flush_cache=False"
+            )
+        try:
+            self._runner.call(name, **arguments)
+        except InvalidArgument as error:
+            return False, str(error)
+        if flush_cache:
+            self._cache.flush()
+        return True, "the weights were updated"
+
+    def _get_weights(self, *, tensor_name: str, truncate_size: int) -> list[Any] | None:
+        if "weights" in self._released:
+            raise WrongState("the weights are released; call resume_memory_occupation() first")
+        values: list[Any] | None = self._runner.call(
+            "get_weights_by_name", tensor_name=tensor_name, truncate_size=truncate_size
+        )
+        return values
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────
+
+    def _release(self, *, tags: Collection[str]) -> None:
+        scheduler = self._scheduler
+        if scheduler.num_running or scheduler.num_in_flight or (scheduler.num_waiting and not self._paused):
+            busy = scheduler.num_running + scheduler.num_waiting
+            raise WrongState(
+                f"release_memory_occupation() needs an idle engine, but {busy} requests are waiting or "
+                "running; wait for them, or call abort(abort_all=True) or pause_generation('retract') first"
+            )
+        new = set(tags) - self._released
+        if "kv_cache" in new:
+            self._cache.flush()
+        self._runner.call("release_memory", tags=new)
+        self._released |= new
+
+    def _resume(self, *, tags: Collection[str]) -> None:
+        """Take back one thing after the other, and graphs with the last: they hold addresses of the rest."""
+        resumed = [tag for tag in tags if tag in self._released]
+        for tag in resumed:
+            self._runner.call("resume_memory", tag=tag)
+            self._released.discard(tag)
+        if resumed and not self._released:
+            self._runner.call("open_graphs")
+
+
+class _StepWatch:
+    """Counts turns of the loop, and the tokens drawn in them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.count = 0
+        self.tokens_per_second = 0.0
+        self._since: tuple[float, int] | None = None  # when the last look was, and the tokens until then
+
+    def stepped(self) -> None:
+        """One more turn; a look at the clock every so often, and when the work ends."""
+        self.count += 1
+        if self._since is None or self.count % _STEPS_BETWEEN_LOOKS == 0 or self._scheduler.idle:
+            self._look()
+
+    def _look(self) -> None:
+        now, drawn = time.perf_counter(), self._scheduler.num_drawn
+        if self._since is not None:
+            seconds, before = now - self._since[0], self._since[1]
+            self.tokens_per_second = (drawn - before) / seconds if seconds > 0 else 0.0
+        # Time without work is not counted.
+        self._since = None if self._scheduler.idle else (now, drawn)
+
+
+class _ProfileWindow:
+    """From which turn of the loop to which one the runner traces."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._options: dict[str, Any] | None = None  # of a trace that was asked for
+        self._running = False
+        self._first = 0
+        self._end: int | None = None
+
+    def start(
+        self, options: dict[str, Any], *, now: int, start_step: int | None, num_steps: int | None
+    ) -> None:
+        """Trace from turn `start_step` (None: at once) on, for so many turns (None: until `stop`)."""
+        if self._options is not None:
+            raise WrongState("a profile is running already; call stop_profile() first")
+        self._first = max(now, start_step or 0)
+        self._end = None if num_steps is None else self._first + num_steps
+        if start_step is None or start_step <= now:
+            self._begin(options)
+        self._options = options
+
+    def stop(self) -> None:
+        """End the trace and write it."""
+        if self._options is None:
+            raise WrongState("no profile is running; call start_profile() first")
+        was_running, self._running, self._options = self._running, False, None
+        if was_running:
+            self._runner.call("stop_profile")
+
+    def advance(self, now: int) -> None:
+        """Begin and end as was asked for; a trace that fails does not stop the engine."""
+        if self._options is None:
+            return
+        try:
+            if not self._running and now >= self._first:
+                self._begin(self._options)
+            if self._end is not None and now >= self._end:
+                self.stop()
+        except (TokenmillError, RuntimeError, OSError) as error:
+            _log.error("the profile was given up: %s", error)
+            self._options, self._running = None, False
+
+    def _begin(self, options: dict[str, Any]) -> None:
+        self._runner.call("start_profile", **options)
+        self._running = True
+
+
+def _freeze_gc() -> None:
+    """Keep the garbage collector from looking again at everything that is alive now."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,295 @@
+"""Calls of `Engine` that are not about one request: checked here, answered by the core between two steps.
+
+Caches, pauses, profiles, weights, memory and figures; also what SGLang's users reach through
+`engine.tokenizer_manager`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongState, WrongType, did_you_mean
+from tokenmill.frontend.outputs import FlushResult
+from tokenmill.sampling_params import check_flag, check_text, check_whole, show
+
+if TYPE_CHECKING:
+    from tokenmill.frontend.client import Client
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+_ACTIVITIES = ("CPU", "GPU", "MEM")
+# Keywords of `start_profile` that older programs use.
+_PROFILE_ALIASES = {"profile_dir": "output_dir", "profile_name": "profile_prefix"}
+_PROFILE_NAMES = (
+    "output_dir",
+    "start_step",
+    "num_steps",
+    "activities",
+    "profile_by_stage",
+    "profile_stages",
+    "with_stack",
+    "record_shapes",
+    "profile_id",
+    "profile_prefix",
+    "merge_profiles",
+    "detailed_annotations",
+)
+# Keywords that ask for what we do not write, with the reason.
+_NOT_OFFERED = {
+    "profile_by_stage": "steps mix prompts and decoding, so no trace belongs to one stage",
+    "profile_stages": "steps mix prompts and decoding, so no trace belongs to one stage",
+    "merge_profiles": "there is one rank, and so one trace",
+    "detailed_annotations": "there are none besides the operators' names",
+}
+
+
+class Control:
+    """Checks the arguments of control calls and asks the core. Every method may be called from any thread."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    # ── cache, pauses, garbage ────────────────────────────────────────────────────────────────
+
+    def flush_cache(self, on_error: Any) -> FlushResult:
+        """See `Engine.flush_cache`."""
+        raises = _raises(on_error)
+        success, message = self._client.call_core("flush_cache")
+        if raises and not success:
+            raise WrongState(message)
+        return FlushResult(success, message)
+
+    def pause_generation(self, mode: Any) -> None:
+        """See `Engine.pause_generation`."""
+        if mode not in PAUSE_MODES:
+            raise InvalidArgument(
+                f"mode must be one of {', '.join(map(repr, PAUSE_MODES))}, got {show(mode)}"
+            )
+        self._client.call_core("pause_generation", mode=mode)
+
+    def continue_generation(self) -> None:
+        """See `Engine.continue_generation`."""
+        self._client.call_core("continue_generation")
+
+    def freeze_gc(self) -> None:
+        """See `Engine.freeze_gc`."""
+        gc.collect()
+        gc.freeze()
+        self._client.call_core("freeze_gc")
+
+    # ── profiles ──────────────────────────────────────────────────────────────────────────────
+
+    def start_profile(self, options: Mapping[str, Any]) -> None:
+        """See `Engine.start_profile`."""
+        given = _profile_options(options)
+        folder = given.get("output_dir") or os.environ.get("SGLANG_TORCH_PROFILER_DIR")
+        prefix = check_text("profile_prefix", given.get("profile_prefix", ""))
+        name = check_text("profile_id", given.get("profile_id", f"{time.time():.6f}"))
+        for part in (prefix, name):
+            if Path(part).name != part and part:
+                raise InvalidArgument(f"a trace cannot be called {show(part)}: leave out the slashes")
+        self._client.call_core(
+            "start_profile",
+            folder=str(Path(_path("output_dir", folder or tempfile.gettempdir())).absolute()),
+            title=f"{prefix}-{name}-TP-0" if prefix else f"{name}-TP-0",
+            activities=_activities(given.get("activities", ["CPU", "GPU"])),
+            with_stack=check_flag("with_stack", given.get("with_stack", True)),
+            record_shapes=check_flag("record_shapes", given.get("record_shapes", True)),
+            start_step=_optional_count(given, "start_step", minimum=0),
+            num_steps=_optional_count(given, "num_steps", minimum=1),
+        )
+
+    def stop_profile(self) -> None:
+        """See `Engine.stop_profile`."""
+        self._client.call_core("stop_profile")
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────
+
+    def update_weights_from_disk(
+        self, model_path: Any, load_format: Any, on_error: Any
+    ) -> tuple[bool, str, int]:
+        """See `Engine.update_weights_from_disk`."""
+        raises = _raises(on_error)
+        _check_load_format(load_format, ("auto", "safetensors"))
+        path = _path("model_path", model_path)
+        if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
+            path = str(Path(path).absolute())
+        success, message, num_paused = self._client.call_core("update_weights_from_disk", model_path=path)
+        if raises and not success:
+            raise InvalidArgument(message)
+        return success, message, num_paused
+
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: Any, flush_cache: Any, on_error: Any
+    ) -> tuple[bool, str]:
+        """See `Engine.update_weights_from_tensor`."""
+        raises = _raises(on_error)
+        _check_load_format(load_format, ("auto",))
+        success, message = self._client.call_core(
+            "update_weights_from_tensor",
+            named_tensors=_named_tensors(named_tensors),
+            flush_cache=check_flag("flush_cache", flush_cache),
+        )
+        if raises and not success:
+            raise InvalidArgument(message)
+        return success, message
+
+    def get_weights_by_name(self, name: Any, truncate_size: Any) -> list[Any] | None:
+        """See `Engine.get_weights_by_name`."""
+        values: list[Any] | None = self._client.call_core(
+            "get_weights_by_name",
+            tensor_name=check_text("name", name),
+            truncate_size=check_whole("truncate_size", truncate_size, minimum=1),
+        )
+        return values
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────
+
+    def release_memory(self, tags: Any) -> None:
+        """See `Engine.release_memory_occupation`."""
+        self._client.release_memory(_tags(tags))
+
+    def resume_memory(self, tags: Any) -> None:
+        """See `Engine.resume_memory_occupation`."""
+        self._client.resume_memory(_tags(tags))
+
+    # ── figures ───────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Any]:
+        """Numbers of the moment, from the core."""
+        numbers: dict[str, Any] = self._client.call_core("state")
+        return numbers
+
+    def metrics_text(self) -> str:
+        """See `Engine.get_metrics`."""
+        metrics = self._client.metrics
+        if metrics is None:
+            raise InvalidArgument("there are no metrics: make the engine with enable_metrics=True")
+        return metrics.text(self.state())
+
+
+def _raises(on_error: Any) -> bool:
+    """Whether what did not work is raised, instead of told in the answer."""
+    if on_error not in ("return", "raise"):
+        raise InvalidArgument(f"on_error must be 'return' or 'raise', got {show(on_error)}")
+    return bool(on_error == "raise")
+
+
+def _profile_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `start_profile` that were given, by their names today; None is as if not given."""
+    given: dict[str, Any] = {}
+    for spelled, value in options.items():
+        name = _PROFILE_ALIASES.get(spelled, spelled)
+        if name not in _PROFILE_NAMES:
+            known = (*_PROFILE_NAMES, *_PROFILE_ALIASES)
+            raise UnknownArgument(
+                f"start_profile() has no argument {spelled!r}.{did_you_mean(spelled, known)}"
+            )
+        if value is None or (name in _NOT_OFFERED and value in (False, [])):
+            continue
+        if name in _NOT_OFFERED:
+            raise InvalidArgument(f"{name} is not supported ({_NOT_OFFERED[name]}); leave it out")
+        if name in given:
+            raise InvalidArgument(f"{name} was given twice, once as {spelled}; give it once")
+        given[name] = value
+    return given
+
+
+def _activities(value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple | set) or not names:
+        raise WrongType(
+            f"activities must be a list of {', '.join(map(repr, _ACTIVITIES))}, got {show(value)}"
+        )
+    words = [check_text("activities", name).upper() for name in names]
+    for word in words:
+        if word not in _ACTIVITIES:
+            raise InvalidArgument(f"activities has {word!r}; known are {', '.join(map(repr, _ACTIVITIES))}")
+    return words
+
+
+def _optional_count(given: Mapping[str, Any], name: str, *, minimum: int) -> int | None:
+    return check_whole(name, given[name], minimum=minimum) if name in given else None
+
+
+def _path(name: str, value: Any) -> str:
+    text = check_text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if not text.strip() or "\0" in text:
+        raise InvalidArgument(f"{name} must be a path, got {show(value)}")
+    return text
+
+
+def _check_load_format(value: Any, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise InvalidArgument(f"load_format must be None or {allowed[0]!r} here, got {show(value)}")
+
+
+def _named_tensors(value: Any) -> list[tuple[str, Any]]:
+    """Pairs of name and tensor, of a dict or of any iterable of pairs."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    wanted = "named_tensors must be a list of pairs (name, tensor), or a dict"
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        raise WrongType(f"{wanted}, got {show(value)}")
+    checked = []
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise WrongType(f"{wanted}; item {index} is {show(pair)}")
+        checked.append((pair[0], pair[1]))
+    return checked
+
+
+def _tags(value: Any) -> tuple[str, ...]:
+    """Which parts of the memory are meant; none named: all."""
+    names = [value] if isinstance(value, str) else list(value or MEMORY_TAGS)
+    for name in names:
+        if name not in MEMORY_TAGS:
+            known = ", ".join(map(repr, MEMORY_TAGS))
+            raise InvalidArgument(f"tags has {show(name)}; known are {known}, and None for all of them")
+    return tuple(dict.fromkeys(names))
+
+
+class Served(Protocol):
+    """What `TokenizerManager` needs of an engine."""
+
+    @property
+    def server_args(self) -> Any: ...
+    def get_tokenizer(self) -> Any: ...
+    def abort(self, rid: str = "", abort_all: bool = False) -> None: ...
+    def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None: ...
+    def continue_generation(self) -> None: ...
+
+
+class TokenizerManager:
+    """What SGLang's users reach as `engine.tokenizer_manager`; it only passes on to the engine."""
+
+    def __init__(self, engine: Served) -> None:
+        self._engine = engine
+
+    @property
+    def server_args(self) -> Any:
+        """The engine's arguments."""
+        return self._engine.server_args
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self._engine.get_tokenizer()
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """See `Engine.abort`."""
+        self._engine.abort(rid, abort_all)
+
+    async def pause_generation(self, request: Any = None) -> None:
+        """See `Engine.pause_generation`; `request` is a mode, or an object with a `mode`."""
+        mode: Any = request if isinstance(request, str) else getattr(request, "mode", "abort")
+        self._engine.pause_generation(mode)  # it waits for at most the steps that are launched
+
+    async def continue_generation(self, request: Any = None) -> None:
+        """See `Engine.continue_generation`."""
+        self._engine.continue_generation()

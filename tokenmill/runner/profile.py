@@ -1,0 +1,91 @@
+"""Traces of what a runner does, by torch's profiler; which steps are traced is decided in the core."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tokenmill.errors import InvalidArgument, WrongState
+
+_log = logging.getLogger("tokenmill")
+_MOST_ALLOCATIONS = 100_000  # that a record of memory keeps
+# torch has one profiler for the whole process, and two engines that use it at once would bring that down.
+_in_use = threading.Lock()
+
+
+class Profiler:
+    """Traces the thread that starts it, and the device. At most one trace runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._file: Path | None = None
+        self._trace: profile | None = None
+        self._records_memory = False
+
+    def start(
+        self, *, folder: str, title: str, activities: Sequence[str], with_stack: bool, record_shapes: bool
+    ) -> None:
+        """Begin a trace, to be written to `folder/title.trace.json.gz`.
+
+        `activities` are some of "CPU", "GPU" and "MEM" (allocations on the GPU, in
+        `folder/title-memory.pickle`); without a GPU "GPU" adds nothing, and "MEM" is an `InvalidArgument`.
+        """
+        on_gpu = self._device.type == "cuda"
+        if "MEM" in activities and not on_gpu:
+            raise InvalidArgument(f"activities: 'MEM' needs a GPU, and this engine runs on {self._device}")
+        wanted = [ProfilerActivity.CPU] * ("CPU" in activities)
+        wanted += [ProfilerActivity.CUDA] * ("GPU" in activities and on_gpu)
+        if not wanted and "MEM" not in activities:
+            raise InvalidArgument(f"activities {list(activities)} trace nothing on {self._device}; add 'CPU'")
+        if not _in_use.acquire(blocking=False):
+            raise WrongState("another engine of this process runs a profile; torch can take one at a time")
+        if wanted:
+            trace = profile(activities=wanted, with_stack=with_stack, record_shapes=record_shapes)
+            try:
+                trace.start()
+            except RuntimeError as error:  # some other part of this process is at it
+                _in_use.release()
+                raise WrongState(f"torch cannot start a trace: {error}") from error
+            self._trace = trace
+        self._records_memory = "MEM" in activities
+        if self._records_memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        self._file = Path(folder) / title
+
+    def stop(self) -> None:
+        """End the trace and write it; the folder is made if it is missing. `WrongState` if that fails."""
+        file, trace = self._file, self._trace
+        assert file is not None, "start() comes before stop()"
+        self._file = self._trace = None
+        try:
+            self._write(file, trace)
+        except OSError as error:
+            raise WrongState(f"the trace cannot be written to {file.parent}: {error}") from error
+        finally:
+            _in_use.release()
+        _log.info("a trace was written to %s.trace.json.gz", file)
+
+    def _write(self, file: Path, trace: profile | None) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if trace is not None:
+            trace.stop()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if trace is not None:
+            trace.export_chrome_trace(f"{file}.trace.json.gz")
+        if self._records_memory:
+            torch.cuda.memory._dump_snapshot(f"{file}-memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def close(self) -> None:
+        """Write a trace that nobody stopped."""
+        if self._file is not None:
+            try:
+                self.stop()
+            except WrongState as error:
+                _log.error("%s", error)
