@@ -59,6 +59,7 @@ class Engine:
             defaults=self.config.preferred_sampling_params,
             random_seed=self.config.random_seed,
             stream_interval=self.config.stream_interval,
+            grammar_backend=self.config.grammar_backend,
         )
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
