@@ -15,7 +15,7 @@ from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.grammar import BadGrammar
-from tokenmill.grammar.backends import BACKENDS, check_backend
+from tokenmill.grammar.backends import BACKENDS, check_backend, open_backend
 from tokenmill.messages import Grammar, GrammarKind
 
 pytestmark = pytest.mark.cpu
@@ -185,12 +185,13 @@ def test_token_that_does_not_follow(name: str) -> None:
 def test_white_space(name: str, drawn: Drawn) -> None:
     schema = '{"type":"array","items":{"type":"boolean"},"minItems":2}'
     library = backend(name)
-    tight = type(library)(tokenizer(), VOCABULARY, EngineConfig(constrained_json_disable_any_whitespace=True))
-    matcher = tight.compile(Grammar("json_schema", schema)).new()  # type: ignore[attr-defined]
+    settings: dict[str, Any] = {"grammar_backend": name, "constrained_json_disable_any_whitespace": True}
+    tight = open_backend(EngineConfig(**settings), VOCABULARY)
+    matcher = tight.compile(Grammar("json_schema", schema)).new()
     for token in tokenizer().encode("[true,"):
         assert matcher.accept(token)
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    tight.fill_masks([matcher], masks)  # type: ignore[attr-defined]
+    tight.fill_masks([matcher], masks)
     assert not any(tokenizer().decode([token]).startswith((" ", "\n")) for token in allowed(masks[0]))
     assert not any(re.search(r"\s{65}", text) for text in drawn(name, "json_schema", schema))
 

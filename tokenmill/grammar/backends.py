@@ -8,7 +8,6 @@ import importlib.util
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.grammar.base import Backend
-from tokenmill.grammar.vocabulary import load_tokenizer
 
 # Name of `grammar_backend` -> its class.
 BACKENDS = {
@@ -40,5 +39,5 @@ def open_backend(config: EngineConfig, vocab_size: int) -> Backend:
     """
     module, _, name = BACKENDS[config.grammar_backend].partition(":")
     make = getattr(importlib.import_module(module), name)
-    backend: Backend = make(load_tokenizer(config), vocab_size, config)
+    backend: Backend = make(config, vocab_size)
     return backend

@@ -6,6 +6,7 @@ by itself when the library comes back, or with the process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -64,6 +65,14 @@ class Compiler:
             if self._backend is None:
                 self._backend = self._open_backend()
             return self._backend
+
+    def prepare(self) -> None:
+        """Open the backend in a thread, so that the first grammar need not wait for it."""
+        threading.Thread(target=self._prepare, name="tokenmill-grammar", daemon=True).start()
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(Exception):  # the first grammar meets it again, and has somebody to tell
+            self.backend()
 
     def clear(self) -> None:
         """Forget every grammar; templates in use stay valid."""

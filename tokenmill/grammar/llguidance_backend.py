@@ -14,6 +14,7 @@ from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import lark_of
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
+from tokenmill.grammar.vocabulary import read_vocabulary
 from tokenmill.messages import Grammar, IntArray
 
 if TYPE_CHECKING:
@@ -68,12 +69,13 @@ class LlguidanceTemplate:
 class LlguidanceBackend:
     """See `Backend`."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, config: EngineConfig) -> None:
-        num_tokens = max(vocab_size, len(tokenizer))
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        vocabulary = read_vocabulary(config)
+        num_tokens = max(vocab_size, vocabulary.num_tokens)
         self.num_words = -(-num_tokens // 32)
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
-        end = tokenizer.eos_token_id
-        self._tokenizer = LLTokenizer(_serialized(tokenizer), n_vocab=num_tokens, eos_token=end)
+        self._end_id = vocabulary.end_id
+        self._tokenizer = LLTokenizer(vocabulary.document, n_vocab=num_tokens, eos_token=self._end_id)
         self._executor = LLExecutor()
         self._json_options = _json_options(config)
 
@@ -98,9 +100,10 @@ class LlguidanceBackend:
         if len(matchers) < _FEW:
             for matcher, row in zip(matchers, out, strict=True):
                 matcher.fill_mask(row)
-            return
-        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
-        self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
+        else:
+            rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+            self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
+        out.view(np.uint32)[:, self._end_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end_id % 32)
 
     def _source(self, grammar: Grammar) -> str:
         match grammar.kind:
@@ -155,12 +158,6 @@ def _with_options(schema: Any, options: JsonCompileOptions) -> Any:
 
 def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _serialized(tokenizer: Any) -> str:
-    """tokenizer.json with the tokens that were added since, less padding and truncation."""
-    document = json.loads(tokenizer.backend_tokenizer.to_str())
-    return json.dumps({**document, "padding": None, "truncation": None})
 
 
 def _reason(matcher: LLMatcher) -> str:

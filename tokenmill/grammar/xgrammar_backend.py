@@ -14,6 +14,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
+from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.messages import Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
@@ -115,7 +116,8 @@ class XgrammarTemplate:
 class XgrammarBackend:
     """See `Backend`."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        tokenizer = load_tokenizer(config)
         num_tokens = max(vocab_size, len(tokenizer))
         self.num_words = -(-num_tokens // 32)
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
