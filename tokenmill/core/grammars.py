@@ -17,6 +17,10 @@ from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
 from tokenmill.grammar.backends import check_backend, open_backend
 from tokenmill.messages import EngineFacts, Finish, IntArray, Request, TokenMasks
 
+Words = tuple[tuple[int, np.int32], ...]
+
+_FIRST_WORDS = 8
+
 
 class Guide:
     """One request's place in its grammar: it has seen every token that the host has, also when preempted."""
@@ -40,19 +44,19 @@ class Guide:
             self.finish = _broken(self.matcher.error or f"token {token} was drawn, which it does not allow")
         return self.finish
 
-    def set_ends(self, row: IntArray, ends: IntArray) -> None:
+    def set_ends(self, row: IntArray, ends: Words) -> None:
         """Complete the matcher's mask [words]: `ends` are allowed where the output is complete."""
         if error := self.matcher.error:
             self.finish = _broken(error)
             return
         if self._has_ended:
             row[:] = 0
-        row &= ~ends
         is_complete = self._has_ended or self.matcher.is_accepting
         is_held_back = self._num_accepted < self._min_new_tokens
-        if is_complete and not is_held_back:
-            row |= ends
-        if not row.any():
+        for word, bits in ends:
+            row[word] = row[word] | bits if is_complete and not is_held_back else row[word] & ~bits
+        # Where any text can follow, a byte can, and these are the first tokens of nearly all vocabularies.
+        if not row[:_FIRST_WORDS].any() and not row.any():
             self.finish = self._stuck(is_complete)
 
     def _stuck(self, is_complete: bool) -> Finish:
@@ -82,7 +86,8 @@ class Grammars:
         self._compiler = compiler
         self._num_words = -(-facts.vocab_size // 32)
         self._eos_ids = facts.eos_token_ids
-        self._bits = cache(partial(_bits, self._num_words))
+        self._words = cache(_words)
+        self._bits: IntArray = np.zeros((0, 0), dtype=np.int32)  # masks of the step at hand
 
     def compile(self, request: Request, done: Callable[[Guide | Finish], None]) -> None:
         """Compile a request's grammar. `done` gets its guide or its end: now, or later in another thread."""
@@ -98,17 +103,22 @@ class Grammars:
         self._compiler.compile(request.grammar).add_done_callback(tell)
 
     def masks(self, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
-        """The tokens that each slot may draw next. The row of a guide with a `finish` then means nothing."""
+        """The tokens that each slot may draw next; valid until the next call.
+
+        The row of a guide with a `finish` then means nothing.
+        """
         backend = self._compiler.backend()
-        bits: IntArray = np.zeros((len(guided), backend.num_words), dtype=np.int32)
+        if self._bits.shape[0] < len(guided) or self._bits.shape[1] != backend.num_words:
+            self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
+        bits = self._bits[: len(guided)]
         backend.fill_masks([guide.matcher for _, guide in guided], bits)
-        # The tokenizer may know more ids than the model.
-        bits = np.ascontiguousarray(bits[:, : self._num_words])
-        bits &= ~self._bits(self._eos_ids)
+        for word, eos_bits in self._words(self._eos_ids):
+            bits[:, word] &= ~eos_bits
         for (_, guide), row in zip(guided, bits, strict=True):
-            guide.set_ends(row, self._bits(guide.end_ids))
+            guide.set_ends(row, self._words(guide.end_ids))
         slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
-        return TokenMasks(slots, bits)
+        # The tokenizer may know more ids than the model.
+        return TokenMasks(slots, bits[:, : self._num_words])
 
     def clear(self) -> None:
         """Forget what was compiled."""
@@ -119,10 +129,12 @@ class Grammars:
         self._compiler.close()
 
 
-def _bits(num_words: int, token_ids: tuple[int, ...]) -> IntArray:
-    bits = np.zeros(32 * num_words, dtype=np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def _words(token_ids: tuple[int, ...]) -> Words:
+    """(word, its bits) for some ids."""
+    bits: dict[int, int] = {}
+    for token in token_ids:
+        bits[token // 32] = bits.get(token // 32, 0) | 1 << token % 32
+    return tuple((word, np.int32(value - (value >> 31 << 32))) for word, value in bits.items())
 
 
 def _refusal(request: Request, error: BadGrammar) -> Finish:

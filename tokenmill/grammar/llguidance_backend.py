@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 # Room for large schemas; what needs more is hostile or hopeless.
 _MAX_LEXER_STATES = 50_000
-# Fewer matchers than this are done before other threads have woken up.
-_FEW = 16
+# Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
+# a mask takes longer than this.
+_SLOW_SECONDS = 2e-4
 
 
 class LlguidanceMatcher:
@@ -76,7 +78,8 @@ class LlguidanceBackend:
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
         self._end_id = vocabulary.end_id
         self._tokenizer = LLTokenizer(vocabulary.document, n_vocab=num_tokens, eos_token=self._end_id)
-        self._executor = LLExecutor()
+        self._one_thread, self._threads = LLExecutor(1), LLExecutor()
+        self._mask_seconds = 0.0  # that one took last time
         self._json_options = _json_options(config)
 
     def compile(self, grammar: Grammar) -> LlguidanceTemplate:
@@ -97,12 +100,11 @@ class LlguidanceBackend:
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """See `Backend`."""
-        if len(matchers) < _FEW:
-            for matcher, row in zip(matchers, out, strict=True):
-                matcher.fill_mask(row)
-        else:
-            rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
-            self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
+        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+        executor = self._threads if self._mask_seconds > _SLOW_SECONDS else self._one_thread
+        began = time.perf_counter()
+        executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
+        self._mask_seconds = (time.perf_counter() - began) / max(1, len(rows))
         out.view(np.uint32)[:, self._end_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end_id % 32)
 
     def _source(self, grammar: Grammar) -> str:

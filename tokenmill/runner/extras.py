@@ -33,6 +33,7 @@ class Extras:
         self._num_top_S = np.full(num_slots, _NO_LOGPROBS, dtype=np.int32)
         self._num_given_S = np.zeros(num_slots, dtype=np.int32)
         self._is_late_S = np.zeros(num_slots, dtype=np.bool_)
+        self._is_masked_only_S = np.zeros(num_slots, dtype=np.bool_)  # late for its mask and nothing else
         self._shows_hidden_S = np.zeros(num_slots, dtype=np.bool_)
         # Ids of which a row wants the log-probabilities, padded by 0; wide enough for the longest so far.
         self._given_ids_SI = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
@@ -47,6 +48,10 @@ class Extras:
             self._start(
                 {slot: row for slot, row in zip(slots, starts.extras, strict=True) if row is not None}
             )
+
+    def wait_for_masks_only(self, slots: IntArray) -> bool:
+        """Whether those of these rows that are late wait for their masks and nothing else."""
+        return bool((self._is_masked_only_S[slots] | ~self._is_late_S[slots]).all())
 
     def get(self, slot: int) -> RowExtras | None:
         """The extras of one slot."""
@@ -97,8 +102,9 @@ class Extras:
                 self._num_top_S[slot] = row.logprobs.num_top
                 self._set_given_ids(slot, row.logprobs.token_ids)
             self._shows_hidden_S[slot] = row.hidden_states is not None
-            is_late = row.is_masked or row.processor is not None or slot in self._failures
-            self._is_late_S[slot] = is_late or self._shows_hidden_S[slot]
+            is_special = row.processor is not None or slot in self._failures or self._shows_hidden_S[slot]
+            self._is_late_S[slot] = row.is_masked or is_special
+            self._is_masked_only_S[slot] = row.is_masked and not is_special
 
     def _penalize(self, rows: dict[int, RowExtras]) -> None:
         if not rows:
@@ -120,7 +126,7 @@ class Extras:
         if adjusted:
             self.adjustments.clear(adjusted)
         self._is_penalized_S[slots] = self._is_biased_S[slots] = False
-        self._is_late_S[slots] = self._shows_hidden_S[slots] = False
+        self._is_late_S[slots] = self._is_masked_only_S[slots] = self._shows_hidden_S[slots] = False
         self._num_top_S[slots] = _NO_LOGPROBS
         self._num_given_S[slots] = 0
         for slot in slots:
