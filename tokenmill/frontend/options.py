@@ -14,8 +14,16 @@ from typing import Any, Literal, TypedDict, cast, get_args
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.logit_processors import LogitProcessor, resolve_processor
-from tokenmill.messages import EngineFacts, LogprobOptions
-from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, plain, show
+from tokenmill.messages import EngineFacts, Grammar, GrammarKind, LogprobOptions
+from tokenmill.sampling_params import (
+    SamplingParams,
+    check_flag,
+    check_real,
+    check_text,
+    check_whole,
+    plain,
+    show,
+)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -123,7 +131,7 @@ def read_options(
     ]
 
 
-def read_hidden_states_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
+def states_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
     """In which form all results of a call hold hidden states."""
     value = given.get("hidden_states_format")
     if value is None:
@@ -149,8 +157,28 @@ def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> Logpr
 
 
 def without_prompt(asked: LogprobOptions | None, num_prompt: int) -> LogprobOptions | None:
-    """The same, but nothing of the prompt."""
+    """The same, but nothing of the prompt: for samples that are given the first one's list of it."""
     return None if asked is None else replace(asked, prompt_start=num_prompt)
+
+
+def grammar_of(params: SamplingParams, place: str, *, has_tokenizer: bool, backend: str) -> Grammar | None:
+    """What the output must follow, if anything; `place` names the parameters in messages."""
+    kinds: tuple[GrammarKind, ...] = get_args(GrammarKind)
+    for kind in kinds:
+        text = getattr(params, kind)
+        if text is None:
+            continue
+        if not has_tokenizer:
+            raise InvalidArgument(
+                f"{place}: {kind} needs a tokenizer, and this engine has none (skip_tokenizer_init=True)"
+            )
+        if backend == "none":
+            raise InvalidArgument(
+                f"{place}: {kind} needs a grammar backend, and this engine has grammar_backend='none'; "
+                "leave grammar_backend out"
+            )
+        return Grammar(kind, text)
+    return None
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
