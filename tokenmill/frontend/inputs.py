@@ -19,13 +19,7 @@ import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.insight import HiddenStatesFormat
-from tokenmill.frontend.options import (
-    grammar_of,
-    logprob_options,
-    read_options,
-    states_format,
-    without_prompt,
-)
+from tokenmill.frontend.options import grammar_of, logprob_options, read_options, state_format, without_prompt
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, Grammar, IntArray, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
@@ -166,7 +160,7 @@ class InputReader:
             requests,
             single=prompts.single and n == 1,
             session=session,
-            hidden_states_format=states_format(options or {}),
+            hidden_states_format=state_format(options or {}),
         )
 
     # ── sampling parameters ──

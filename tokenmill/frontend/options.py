@@ -131,7 +131,7 @@ def read_options(
     ]
 
 
-def states_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
+def state_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
     """In which form all results of a call hold hidden states."""
     value = given.get("hidden_states_format")
     if value is None:
