@@ -78,7 +78,7 @@ class LlguidanceBackend:
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
         self._end_id = vocabulary.end_id
         self._tokenizer = LLTokenizer(vocabulary.document, n_vocab=num_tokens, eos_token=self._end_id)
-        self._one_thread, self._threads = LLExecutor(1), LLExecutor()
+        self._threads = LLExecutor()
         self._mask_seconds = 0.0  # that one took last time
         self._json_options = _json_options(config)
 
@@ -100,11 +100,14 @@ class LlguidanceBackend:
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """See `Backend`."""
-        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
-        executor = self._threads if self._mask_seconds > _SLOW_SECONDS else self._one_thread
         began = time.perf_counter()
-        executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
-        self._mask_seconds = (time.perf_counter() - began) / max(1, len(rows))
+        if self._mask_seconds > _SLOW_SECONDS:
+            rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+            self._threads.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
+        else:
+            for matcher, row in zip(matchers, out, strict=True):
+                matcher.fill_mask(row)
+        self._mask_seconds = (time.perf_counter() - began) / max(1, len(matchers))
         out.view(np.uint32)[:, self._end_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end_id % 32)
 
     def _source(self, grammar: Grammar) -> str:

@@ -32,6 +32,7 @@ class MaskedDraws:
         self._may_capture = True
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
         self._bits: tuple[torch.Tensor, torch.Tensor] | None = None  # [rows, words], on the host and here
+        self._masks_memory = _KnownMemory()
 
     def replay(self, made: Unsampled, slots: IntArray, masks: TokenMasks | None) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
@@ -43,10 +44,18 @@ class MaskedDraws:
         if graph is None:
             return None
         host, device = self._buffers()
-        _fill(host[: len(slots)].numpy(), slots, masks)
-        device[: len(slots)].copy_(host[: len(slots)], non_blocking=True)
+        if masks is not None and np.array_equal(masks.slots, slots):
+            source = self._masks_memory.tensor(masks.bits)
+        else:
+            source = host[: len(slots)]
+            _fill(source.numpy(), slots, masks)
+        device[: len(slots)].copy_(source, non_blocking=True)
         graph.replay()
         return graph.made
+
+    def close(self) -> None:
+        """Let go of the host's memory; all copies must be done."""
+        self._masks_memory.release()
 
     def _graph(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled] | None:
         key = id(made), needs  # the graph that made it keeps it, so there is no other with its identity
@@ -87,11 +96,30 @@ class _Masks(Changes):
         return apply_masks(logits_QV, rows_Q, self._bits_QW)
 
 
+class _KnownMemory:
+    """The memory of an array that somebody else fills, made known to the device: no copy takes a detour."""
+
+    def __init__(self) -> None:
+        self._array: IntArray | None = None
+
+    def tensor(self, bits: IntArray) -> torch.Tensor:
+        """The same memory as a tensor; the array that it is part of is kept alive."""
+        whole: IntArray = bits if bits.base is None else bits.base
+        if whole is not self._array:
+            self.release()
+            torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)
+            self._array = whole
+        return torch.from_numpy(bits)
+
+    def release(self) -> None:
+        """Forget the array."""
+        if self._array is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
+            self._array = None
+
+
 def _fill(out: IntArray, slots: IntArray, masks: TokenMasks | None) -> None:
     """The masks of the rows in their order; rows without one may draw everything."""
-    if masks is not None and np.array_equal(masks.slots, slots):
-        out[:] = masks.bits
-        return
     out[:] = _EVERYTHING
     if masks is not None:
         row_of_slot = {slot: row for row, slot in enumerate(slots.tolist())}

@@ -145,6 +145,7 @@ class LocalRunner:
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
+        self._close_graphs()
         self._profiler.close()
         self._in_flight.clear()
         self._launched = None
@@ -200,13 +201,18 @@ class LocalRunner:
 
     def _release_memory(self, *, tags: Collection[str]) -> None:
         """Give up what the tags name, and the graphs, which hold addresses of everything."""
-        self._graphs = None
+        self._close_graphs()
         if "kv_cache" in tags:
             self._executor.release_pool()
         if "weights" in tags:
             self._weights.release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _close_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.draws.close()
+        self._graphs = None
 
     def _resume_memory(self, *, tag: str) -> None:
         """Take back what one tag names; graphs wait for `_reopen_graphs`."""
