@@ -132,6 +132,7 @@ def test_every_supported_sampling_parameter_has_a_flag(capsys: pytest.CaptureFix
         has_flag = field.metadata["supported"] and flag != "custom-params"
         assert (flag in shown) == (has_flag or flag == "stream-interval"), flag
     hidden = {"skip-tokenizer-init", "cumulative-stream", "preferred-sampling-params"}
+    hidden |= {"logprobs-ignore-temperature"}
     expected = {f.name.replace("_", "-") for f in dataclasses.fields(EngineConfig)} - hidden
     assert expected <= shown
     assert not hidden & shown
