@@ -159,8 +159,9 @@ def _pack_kernel(
     for start in range(0, num_given, _GIVEN_AT_ONCE):
         places = start + tl.arange(0, _GIVEN_AT_ONCE)
         is_given = places < num_given
-        ids = tl.load(given_ids + places * stride_given_id, mask=is_given, other=0)
-        bits = _bits(_cleaned(tl.load(logits + ids, mask=is_given, other=0.0)), maximum, scale, normalizer)
+        scored = tl.load(given_ids + places * stride_given_id, mask=is_given, other=0)
+        found = _cleaned(tl.load(logits + scored, mask=is_given, other=0.0))
+        bits = _bits(found, maximum, scale, normalizer)
         tl.store(packed + 2 + 2 * NUM_TOP + places, bits, mask=is_given)
 
 

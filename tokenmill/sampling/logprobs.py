@@ -70,12 +70,12 @@ def token_logprobs(
     captured in a graph.
     """
     num_top = min(num_top, logits_RV.shape[1])
-    pack = _pack_on_gpu if logits_RV.is_cuda else pack_torch
+    pack = pack_on_gpu if logits_RV.is_cuda else pack_torch
     packed_RC = pack(logits_RV, temperatures_R, tokens_R, given_ids_RI, num_top=num_top)
     return TokenLogprobs(packed_RC, num_top)
 
 
-def _pack_on_gpu(
+def pack_on_gpu(
     logits_RV: torch.Tensor,
     temperatures_R: torch.Tensor,
     tokens_R: torch.Tensor,
@@ -83,6 +83,7 @@ def _pack_on_gpu(
     *,
     num_top: int,
 ) -> torch.Tensor:
+    """As `pack_torch`, by kernels; of equals among the likeliest the lowest id goes first if they are few."""
     from tokenmill.kernels import triton_logprobs
 
     arguments = (logits_RV, temperatures_R, tokens_R)
