@@ -20,12 +20,14 @@ import numpy as np
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.options import logprob_options, read_options
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
-from tokenmill.messages import EngineFacts, IntArray, Request
+from tokenmill.messages import EngineFacts, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
 # some time, each token past the stop costs the device some.
 _STOP_SEARCH_INTERVAL = 4
+# The same where log-probabilities are to come: what came of them is made into results while more is computed.
+_LOGPROB_INTERVAL = 64
 _64_BITS = 2**64 - 1
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 
@@ -137,7 +139,8 @@ class InputReader:
                 max_new_tokens=limits[index],
                 seed=seeds[index * n + sample],
                 stop_ids=settings[index].stop_ids,
-                report_interval=settings[index].report_interval,
+                report_interval=settings[index].report_interval
+                or _logprob_interval(logprobs[index], index * n + sample),
                 priority=asked[index].priority,
                 timeout_seconds=asked[index].timeout_seconds,
                 cache_namespace=asked[index].cache_salt.encode(errors="surrogatepass"),
@@ -305,6 +308,11 @@ def _scramble(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return number ^ (number >> 31)
+
+
+def _logprob_interval(logprobs: LogprobOptions | None, number: int) -> int:
+    """The report interval of a request that nobody watches; not all of a batch report after the same step."""
+    return 0 if logprobs is None else _LOGPROB_INTERVAL + number % _LOGPROB_INTERVAL
 
 
 def _with_min_tokens_at_most(params: SamplingParams, limit: int) -> SamplingParams:

@@ -5,6 +5,7 @@ Owns SGLang's layout of them: a tuple (log-probability, token id, text or None) 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
@@ -15,6 +16,14 @@ from tokenmill.messages import FloatArray, Insight, LogprobOptions, Logprobs, Re
 
 TokenText = Callable[[int], str]
 LogprobTuple = tuple[float | None, int, str | None]
+# One entry for each position: of the token, of the likeliest, of the given ids, each if wanted.
+Entries = tuple[list[Any], list[Any], list[Any]]
+
+# Tuples made in one go, some tenths of a millisecond, before the core's thread gets its turn.
+_TUPLES_AT_ONCE = 2048
+_TUPLES_WITH_TEXT_AT_ONCE = 256
+# So many positions are worth to be made into entries while more of the request are to come.
+_WORTHWHILE = 32
 
 
 class Shown:
@@ -23,7 +32,8 @@ class Shown:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._prompt_logprobs: Logprobs | None = None
-        self._logprobs: list[Logprobs] = []
+        self._logprobs: list[Logprobs] = []  # not made into entries yet
+        self._entries = _no_entries()  # of the first tokens of the output
         self._hidden: list[FloatArray] = []
         self._next_token: list[int] = []  # drawn for its log-probability only
 
@@ -52,6 +62,32 @@ class Shown:
             Logprobs.joined(self._logprobs) if self._logprobs else None,
             np.concatenate(self._hidden) if self._hidden else None,
         )
+
+    def make_entries(self, token_ids: Sequence[int], token_text: TokenText | None, *, is_last: bool) -> None:
+        """Make entries of what came since the last time, if it is worth it or the last.
+
+        `token_ids` are those of the whole output so far. What is made counts for `all_meta_info` only.
+        """
+        count, options = sum(len(part.token_N) for part in self._logprobs), self._request.logprobs
+        if options is None or not count or (count < _WORTHWHILE and not is_last):
+            return
+        parts, self._logprobs = self._logprobs, []
+        ids = [*token_ids[len(self._entries[0]) :], *self._next_token]
+        made = _columns(Logprobs.joined(parts), ids, options, token_text if options.with_text else None)
+        for known, new in zip(self._entries, made, strict=True):
+            known += new
+
+    def all_meta_info(self, token_ids: Sequence[int], token_text: TokenText | None) -> dict[str, Any]:
+        """The keys for a finished request; asked for once. The lists are the caller's."""
+        self.make_entries(token_ids, token_text, is_last=True)
+        facts = self.meta_info(
+            ShownPiece(None, self.all().hidden), token_ids=token_ids, has_prompt=True, token_text=token_text
+        )
+        options = self._request.logprobs
+        if options is not None:
+            facts |= _named("output", *self._entries, options)
+            facts["output_token_logprobs_length"] = len(self._entries[0])
+        return facts
 
     def meta_info(
         self, piece: ShownPiece, *, token_ids: Sequence[int], has_prompt: bool, token_text: TokenText | None
@@ -110,24 +146,33 @@ def _named(
 
 def _columns(
     logprobs: Logprobs, ids: Sequence[int], options: LogprobOptions, text: TokenText | None
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """One entry for each position: of the token, of the likeliest, of the given ids, each if wanted."""
+) -> Entries:
+    """The entries of some positions, whose tokens are `ids`."""
     known = logprobs
     is_cut = len(ids) > 0 and logprobs.token_N[0] != logprobs.token_N[0]
     if is_cut:  # nothing precedes the first token of a prompt
         known, ids, first = logprobs.at(slice(1, None)), ids[1:], ids[0]
-    tokens: list[Any] = _tuples(known.token_N.tolist(), ids, text)
-    tops: list[Any] = []
-    givens: list[Any] = []
-    if options.num_top:
-        tops = _groups(known.top_NK, known.top_ids_NK.ravel().tolist(), text)
-    if options.token_ids:
-        givens = _groups(known.given_NI, options.token_ids * len(known.given_NI), text)
+    tokens, tops, givens = entries = _no_entries()
+    at_once = _TUPLES_AT_ONCE if text is None else _TUPLES_WITH_TEXT_AT_ONCE
+    size = max(1, at_once // (1 + options.num_top + len(options.token_ids)))
+    for start in range(0, len(known.token_N), size):
+        if start:
+            time.sleep(0)  # lets go of the interpreter
+        piece = known.at(slice(start, start + size))
+        tokens += _tuples(piece.token_N.tolist(), ids[start : start + size], text)
+        if options.num_top:
+            tops += _groups(piece.top_NK, piece.top_ids_NK.ravel().tolist(), text)
+        if options.token_ids:
+            givens += _groups(piece.given_NI, options.token_ids * len(piece.given_NI), text)
     if is_cut:
         tokens.insert(0, (None, first, None if text is None else text(first)))
         tops.insert(0, None)
         givens.insert(0, None)
-    return tokens, tops, givens
+    return entries
+
+
+def _no_entries() -> Entries:
+    return [], [], []
 
 
 def _groups(values_NK: FloatArray, ids: Sequence[int], text: TokenText | None) -> list[list[LogprobTuple]]:

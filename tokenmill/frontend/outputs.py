@@ -15,6 +15,9 @@ from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import Shown, ShownPiece, TokenText
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
+# Longest that a thread works on results before the core's thread gets a turn; it would wait 5 ms for one.
+_TURN_SECONDS = 0.0002
+
 
 class ResultList(list[dict[str, Any]]):
     """Results in input order; `results["text"]` is the column of that key, a list in the same order."""
@@ -102,13 +105,15 @@ class Row:
         self.latency_seconds = arrival.seconds - self.submitted_seconds
         return piece
 
-    def all_shown(self, shape: Shape) -> dict[str, Any]:
-        """The keys of `meta_info` for everything the finished request was shown; made once.
+    @property
+    def shows_more(self) -> bool:
+        """Whether the result tells more than tokens."""
+        return self.request.logprobs is not None or self.request.hidden_states is not None
 
-        Asked for when a row finishes, while others still run, the last of many need not wait for all.
-        """
+    def all_shown(self, shape: Shape) -> dict[str, Any]:
+        """The keys of `meta_info` for everything the finished request was shown; made once."""
         if self._all_shown is None:
-            self._all_shown = self.shown_in(self.shown.all(), self.token_ids, shape)
+            self._all_shown = self.shown.all_meta_info(self.token_ids, shape.token_text)
         return self._all_shown
 
     def shown_in(self, piece: ShownPiece, token_ids: list[int], shape: Shape) -> dict[str, Any]:
@@ -142,6 +147,25 @@ class Shape:
     weight_version: str
     has_timings: bool = False  # results say when what happened
     token_text: TokenText | None = None  # the text of one token; None without a tokenizer
+
+
+def make_shown(rows: list[Row], shape: Shape) -> None:
+    """Make of what rows were shown so far what their results will say, giving way to the core's thread.
+
+    The list is used up.
+
+    Asked for while requests still run, the last result of many need not wait for the work of all.
+    """
+    due = time.perf_counter() + _TURN_SECONDS
+    while rows:
+        row = rows.pop()
+        if row.finish is None:
+            row.shown.make_entries(row.token_ids, shape.token_text, is_last=False)
+        else:
+            row.all_shown(shape)
+        if time.perf_counter() > due:
+            time.sleep(0)  # lets go of the interpreter
+            due = time.perf_counter() + _TURN_SECONDS
 
 
 def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
