@@ -83,7 +83,8 @@ def test_pieces_make_the_whole(
             shown.take(part, num_arrived=size, num_kept=size - cut)
             start += size
             shown.make_entries(ids[: start - cut], str, is_last=False)
-        found = shown.all_meta_info(ids[:kept], str)
+        shown.make_entries(ids[:kept], str, is_last=True)
+        found = shown.all_meta_info()
     expected = one_by_one(logprobs.at(slice(0, kept)), ids[:kept], options, str)
     assert {key: found[key] for key in expected} == expected
 
@@ -91,7 +92,8 @@ def test_pieces_make_the_whole(
 def test_nothing_was_shown(make_request: MakeRequest) -> None:
     """A request that was aborted in the queue."""
     shown = Shown(replace(make_request([1]), logprobs=LogprobOptions(0, 2, (4,))))
-    found = shown.all_meta_info([], None)
+    shown.make_entries([], None, is_last=True)
+    found = shown.all_meta_info()
     assert found["output_token_logprobs"] == found["output_top_logprobs"] == found["input_top_logprobs"] == []
     assert found["output_token_logprobs_length"] == 0
 
@@ -99,6 +101,7 @@ def test_nothing_was_shown(make_request: MakeRequest) -> None:
 def test_a_token_drawn_for_its_log_probability_only(make_request: MakeRequest) -> None:
     shown = Shown(replace(make_request([1]), logprobs=LogprobOptions(1, 0, ())))
     shown.take(Insight(logprobs=random_logprobs(1, 0, 0), next_token=42), num_arrived=0, num_kept=0)
-    [(value, token, text)] = shown.all_meta_info([], None)["output_token_logprobs"]
+    shown.make_entries([], None, is_last=True)
+    [(value, token, text)] = shown.all_meta_info()["output_token_logprobs"]
     assert (token, text) == (42, None)
     assert value < 0

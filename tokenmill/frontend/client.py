@@ -26,7 +26,7 @@ from tokenmill.errors import (
     request_error,
 )
 from tokenmill.frontend.observers import open_observers
-from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, result_of
+from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
@@ -242,9 +242,7 @@ class Client:
             decoded = self._tokenizer.texts([(row.request, row.ids_with_text) for row in plain])
             for row, text in zip(plain, decoded, strict=True):
                 texts[row.index] = text
-        results = ResultList(
-            result_of(row, text, call.shape) for row, text in zip(call.rows, texts, strict=True)
-        )
+        results = results_of(call.rows, texts, call.shape)
         return results[0] if call.shape.single else results
 
     def _progress(self, call: Call) -> contextlib.AbstractContextManager[Report]:

@@ -6,6 +6,7 @@ matter.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,6 @@ class Row:
         self.latency_seconds = 0.0
         self.has_text = text is not None
         self.shown = Shown(request)
-        self._all_shown: dict[str, Any] | None = None
         self._text = text
         self._text_parts: list[str] = []
         self.times: RequestTimes | None = None  # in the core, once something came back
@@ -109,12 +109,6 @@ class Row:
     def shows_more(self) -> bool:
         """Whether the result tells more than tokens."""
         return self.request.logprobs is not None or self.request.hidden_states is not None
-
-    def all_shown(self, shape: Shape) -> dict[str, Any]:
-        """The keys of `meta_info` for everything the finished request was shown; made once."""
-        if self._all_shown is None:
-            self._all_shown = self.shown.all_meta_info(self.token_ids, shape.token_text)
-        return self._all_shown
 
     def shown_in(self, piece: ShownPiece, token_ids: list[int], shape: Shape) -> dict[str, Any]:
         """The keys of `meta_info` for what came with these tokens."""
@@ -152,25 +146,32 @@ class Shape:
 def make_shown(rows: list[Row], shape: Shape) -> None:
     """Make of what rows were shown so far what their results will say, giving way to the core's thread.
 
-    The list is used up.
-
-    Asked for while requests still run, the last result of many need not wait for the work of all.
+    The list is used up. Asked for while requests still run, the last result of many need not wait for the
+    work of all.
     """
     due = time.perf_counter() + _TURN_SECONDS
     while rows:
         row = rows.pop()
-        if row.finish is None:
-            row.shown.make_entries(row.token_ids, shape.token_text, is_last=False)
-        else:
-            row.all_shown(shape)
+        row.shown.make_entries(row.token_ids, shape.token_text, is_last=row.finish is not None)
         if time.perf_counter() > due:
             time.sleep(0)  # lets go of the interpreter
             due = time.perf_counter() + _TURN_SECONDS
 
 
+def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
+    """The dicts of finished requests, whose whole texts are given."""
+    is_collecting = gc.isenabled()
+    gc.disable()  # all that is made stays and has no cycles: the collector would look through it for nothing
+    try:
+        return ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
 def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
-    """The dict of a finished request; `text` is its whole text."""
-    return _dict(row, text, list(row.token_ids), row.all_shown(shape), shape)
+    """The dict of a finished request, after `make_shown` of it; `text` is its whole text."""
+    return _dict(row, text, list(row.token_ids), row.shown.all_meta_info(), shape)
 
 
 def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:
