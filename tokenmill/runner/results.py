@@ -40,7 +40,7 @@ class Results:
         if drawn:
             token_ids[plan.samples] = np.concatenate([_tokens(part) for part in drawn])
         if not any(part.has_extras for part in parts):
-            return StepResult(token_ids)
+            return StepResult(token_ids, logprobs=_logprobs(drawn))
         row_of_slot = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         return StepResult(
             token_ids,
