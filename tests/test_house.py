@@ -26,7 +26,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
-GROUND |= {"sampling_params", "arguments", "sglang_names", "logit_processors"}
+GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -43,7 +43,7 @@ GRANTS: dict[str, set[str]] = {
     "frontend": {"core.launch", "multimodal", "hub"},
     "multimodal": set(),
     "core": {"grammar", "kvcache", "runner"},
-    "grammar": set(),
+    "grammar": {"hub"},  # the model's tokenizer, from what the user called it
     "kvcache": set(),
     "runner": {
         "kvcache.pool",
@@ -76,6 +76,7 @@ GRANTS: dict[str, set[str]] = {
     "messages": set(),
     "metrics": {"errors"},
     "sampling_params": set(),
+    "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
     "logit_processors": set(),
@@ -86,8 +87,9 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
     "messages": {"config", "errors", "sampling_params"},
-    "sampling_params": {"config", "errors"},
-    "arguments": {"config", "errors", "sampling_params", "sglang_names"},
+    "sampling_params": {"config", "constraints", "errors"},
+    "constraints": {"errors"},
+    "arguments": {"config", "constraints", "errors", "sampling_params", "sglang_names"},
     "sglang_names": set(),
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},

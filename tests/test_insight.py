@@ -324,3 +324,21 @@ def test_a_batch_that_changes_its_mind(llm: sgl.Engine) -> None:
         return_logprob=True,
     )
     assert llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)["output_ids"] == plain
+
+
+def test_rows_without_memory_for_their_counts_fail_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenmill.sampling import Adjustments
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("for the test")
+
+    monkeypatch.setattr(Adjustments, "set_penalties", no_memory)
+    with sgl.Engine(model_path=str(folder), device="cpu", dtype="float32") as engine:
+        plain = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)["output_ids"]
+        with pytest.raises(sgl.RequestFailed, match="no memory to count tokens"):
+            engine.generate(
+                input_ids=PROMPTS, sampling_params=[GREEDY] * 3 + [{**GREEDY, "frequency_penalty": 1.0}]
+            )
+        assert engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)["output_ids"] == plain

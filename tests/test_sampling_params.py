@@ -51,10 +51,6 @@ DEFAULTS = {
     "watermark": None,
 }
 LATER = {
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
     "beam_width",
     "watermark",
 }
@@ -160,11 +156,6 @@ def test_values_out_of_range_name_field_and_value(name: str, refused: list[Any])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("json_schema", '{"type": "object"}'),
-        ("json_schema", {"type": "object"}),
-        ("regex", "a+"),
-        ("ebnf", 'root ::= "a"'),
-        ("structural_tag", "{}"),
         ("beam_width", 2),
         ("watermark", True),
     ],

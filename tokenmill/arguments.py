@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
+from tokenmill import constraints
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
 from tokenmill.sampling_params import (
@@ -29,6 +30,7 @@ from tokenmill.sglang_names import (
     ATTENTION_BACKENDS,
     DTYPES,
     FOREIGN_NAMES,
+    GRAMMAR_BACKENDS,
     IGNORED,
     LOG_LEVELS,
     POLICIES,
@@ -175,13 +177,17 @@ def _chunk(name: str, value: object) -> int:
     return number
 
 
+def _pattern(name: str, value: object) -> str | None:
+    return constraints.regex(name, value)
+
+
 _count = partial(check_whole, minimum=1, maximum=2**31 - 1)
 
 _FLAGS = (
     "skip_tokenizer_init trust_remote_code core_process disable_radix_cache disable_cuda_graph"
     " cumulative_stream show_progress log_requests enable_metrics"
     " enable_priority_scheduling schedule_low_priority_values_first"
-    " disable_priority_preemption abort_on_priority_when_disabled"
+    " disable_priority_preemption abort_on_priority_when_disabled constrained_json_disable_any_whitespace"
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_FLAGS.split(), check_flag),
@@ -207,6 +213,8 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "steps_in_flight": partial(check_whole, minimum=1, maximum=64),
     "preferred_sampling_params": _preferred_sampling_params,
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
+    "grammar_backend": partial(_choice, replaced=GRAMMAR_BACKENDS),
+    "constrained_json_whitespace_pattern": _pattern,
     "log_requests_level": partial(check_whole, minimum=0, maximum=3),
     "log_level": partial(_choice, synonyms=LOG_LEVELS),
 }

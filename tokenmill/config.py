@@ -13,6 +13,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulePolicy = Literal["fcfs", "lpm", "lof", "random"]
+GrammarBackend = Literal["llguidance", "xgrammar", "none"]
 
 
 def _arg(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -82,6 +83,15 @@ class EngineConfig:
     random_seed: int | None = _arg(None, "seed from which requests without one draw theirs")
     cumulative_stream: bool = _arg(False, "stream chunks repeat the whole text so far")
     stream_interval: int = _arg(1, "tokens between two chunks of a stream")
+    grammar_backend: GrammarBackend = _arg(
+        "llguidance", "library behind structured output", ("llguidance", "xgrammar", "none")
+    )
+    constrained_json_disable_any_whitespace: bool = _arg(
+        False, "write JSON that follows a schema without white space"
+    )
+    constrained_json_whitespace_pattern: str | None = _arg(
+        None, "regular expression of the white space in JSON that follows a schema"
+    )
 
     # Messages
     log_level: str = _arg(

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, Unpack
 
 from tokenmill.arguments import resolve_arguments
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
 from tokenmill.frontend.client import Call, Client
 from tokenmill.frontend.control import Control, TokenizerManager
@@ -59,6 +59,7 @@ class Engine:
             defaults=self.config.preferred_sampling_params,
             random_seed=self.config.random_seed,
             stream_interval=self.config.stream_interval,
+            grammar_backend=self.config.grammar_backend,
         )
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
@@ -298,13 +299,18 @@ class Engine:
     def get_server_info(self) -> dict[str, Any]:
         """All arguments, with the numbers that the engine decided on, and facts on model, memory and load.
 
-        `internal_states` has one entry; in its `memory_usage`, sizes are in GiB.
+        `internal_states` has one entry; in its `memory_usage`, sizes are in GiB. After `shutdown` it has
+        none, and `status` is "closed".
         """
-        facts, arguments, state = _fields(self._client.facts), _fields(self.config), self._control.state()
+        facts, arguments = _fields(self._client.facts), _fields(self.config)
+        try:
+            states = [{**arguments, **_internal_state(facts, self._control.state())}]
+        except (EngineClosed, EngineDead):
+            states = []
         return {
             **arguments,
             **facts,
-            "status": "ready",
+            "status": "ready" if states else "closed",
             "tokenizer_path": self.config.tokenizer_path or self.config.model_path,
             "served_model_name": self.config.served_model_name or self.config.model_path,
             "weight_version": self._client.weight_version,
@@ -313,7 +319,7 @@ class Engine:
             "tp_size": 1,
             "dp_size": 1,
             "pp_size": 1,
-            "internal_states": [{**arguments, **_internal_state(facts, state)}],
+            "internal_states": states,
             "startup_time": self._startup_seconds,
             "version": sys.modules["tokenmill"].__version__,  # an import would close a circle
         }

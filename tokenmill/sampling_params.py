@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from tokenmill import constraints
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
 
 MAX_STOP_STRINGS = 32
 MAX_PATTERN_BYTES = 1024
 MAX_PARAMS_DEPTH = 8
 MAX_SAMPLES = 65_536
+# The fields of which at most one is set: what the output must follow.
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 _GREEDY_BELOW = 1e-6
 # Limits beyond which a float32 on the device would overflow or underflow; the result is the same there.
 _LARGEST_TEMPERATURE = 1e30
@@ -270,10 +273,10 @@ _RULES: dict[str, _Rule] = {
     "repetition_penalty": partial(check_real, minimum=0, maximum=2, above=True),
     "penalize_prompt": check_flag,
     "stop_regex": _stop_regex,
-    "json_schema": _constraint,
-    "regex": _constraint,
-    "ebnf": _constraint,
-    "structural_tag": _constraint,
+    "json_schema": constraints.json_schema,
+    "regex": constraints.regex,
+    "ebnf": constraints.ebnf,
+    "structural_tag": constraints.structural_tag,
     "logit_bias": _logit_bias,
     "custom_params": _custom_params,
     "beam_width": _beam_width,
@@ -320,10 +323,12 @@ class SamplingParams:
     repetition_penalty: float = _arg(1.0, "scale down tokens that are in the output by this factor")
     penalize_prompt: bool = _arg(False, "the repetition penalty counts tokens of the prompt, too")
     custom_params: Mapping[str, Any] | None = _arg(None, "values for the custom logit processor")
-    json_schema: None = _arg(None, "JSON schema that the output follows", supported=False)
-    regex: None = _arg(None, "regular expression that the output follows", supported=False)
-    ebnf: None = _arg(None, "grammar that the output follows", supported=False)
-    structural_tag: None = _arg(None, "free text with constrained parts", supported=False)
+    json_schema: str | None = _arg(
+        None, "JSON schema of the output: text, dict or pydantic model class; '$$ANY$$': any JSON"
+    )
+    regex: str | None = _arg(None, "regular expression that the whole output matches")
+    ebnf: str | None = _arg(None, "grammar of the output, in GBNF with a rule `root`")
+    structural_tag: str | None = _arg(None, "free text with constrained parts: JSON text or dict")
     logit_bias: tuple[tuple[int, float], ...] = _arg((), "numbers added to the logits of token ids")
     beam_width: None = _arg(None, "beams of a beam search", supported=False)
     watermark: None = _arg(None, "watermark of the output", supported=False)
@@ -343,6 +348,8 @@ class SamplingParams:
                 f"min_new_tokens is {_Short().repr(self.min_new_tokens)}, but max_new_tokens is only "
                 f"{_Short().repr(self.max_new_tokens)}; lower the one or raise the other"
             )
+        if len(given := [name for name in CONSTRAINTS if getattr(self, name) is not None]) > 1:
+            raise InvalidArgument(f"{' and '.join(given)} are given together; an output follows only one")
 
     @property
     def is_greedy(self) -> bool:

@@ -57,9 +57,7 @@ IGNORED: dict[str, dict[str, object]] = {
         enable_custom_logit_processor=False, enable_return_hidden_states=False,
         return_hidden_states_mode=None, enable_return_routed_experts=False, enable_streaming_session=False,
         enable_memory_saver=False, enable_weights_cpu_backup=False, enable_draft_weights_cpu_backup=False),
-    "there is no structured output yet": dict(
-        grammar_backend=("xgrammar", "outlines", "llguidance", "none"),
-        constrained_json_whitespace_pattern=None, constrained_json_disable_any_whitespace=False,
+    "compiled grammars are kept in memory, and reasoning is not told apart yet": dict(
         disable_outlines_disk_cache=False, enable_strict_thinking=False),
     "weights stay on the device and are read by memory map": dict(
         cpu_offload_gb=0, offload_group_size=-1, offload_num_in_group=1, offload_prefetch_step=1,
@@ -184,6 +182,7 @@ LOG_LEVELS = {"warn": "warning", "fatal": "critical"}
 POLICIES = {
     "dfs-weight": "lpm", "priority": "fcfs", "routing-key": "fcfs", "hrrn": "fcfs",
     "shortest-prefill-first": "fcfs"}
+GRAMMAR_BACKENDS = {"outlines": "llguidance"}
 ATTENTION_BACKENDS = dict.fromkeys((
     "fa3", "fa4", "flashinfer", "flex_attention", "trtllm_mha", "trtllm_mla", "flashmla", "cutlass_mla",
     "cutedsl_mla", "aiter", "wave", "dual_chunk_flash_attn", "nsa", "dsa", "ascend", "intel_amx",

@@ -46,6 +46,9 @@ class SlowRunner:
         return self._mill.collect()
 
 
+NO_GRAMMARS: Any = SimpleNamespace(close=lambda: None)
+
+
 def run_loop(world: Any, requests: Sequence[Any]) -> dict[str, Output]:
     """The last Output of each request, from a loop whose steps take a second."""
     clock, inbox, ends = TurnedClock(), Inbox(), {}
@@ -57,7 +60,9 @@ def run_loop(world: Any, requests: Sequence[Any]) -> dict[str, Output]:
 
     runner: Any = SlowRunner(world.mill, clock)
     inbox.put(Submit(requests))
-    Loop(runner, world.scheduler, world.cache, inbox=inbox, deliver=deliver, clock=clock).run()
+    Loop(
+        runner, world.scheduler, world.cache, grammars=NO_GRAMMARS, inbox=inbox, deliver=deliver, clock=clock
+    ).run()
     return ends
 
 
@@ -129,5 +134,13 @@ def test_a_passed_deadline_of_an_ended_request_only_wakes_the_loop(harness: Make
 
     inbox.put(Submit([make_request("a", [1], 2, timeout_seconds=0.05)]))
     runner: Any = SlowRunner(world.mill, TurnedClock())
-    Loop(runner, world.scheduler, world.cache, inbox=inbox, deliver=deliver, clock=time.monotonic).run()
+    Loop(
+        runner,
+        world.scheduler,
+        world.cache,
+        grammars=NO_GRAMMARS,
+        inbox=inbox,
+        deliver=deliver,
+        clock=time.monotonic,
+    ).run()
     assert ends == ["a", "b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,6 +71,13 @@ def test_native_api_with_token_ids(make_model: Callable[..., Path]) -> None:
 
 def test_sessions() -> None:
     assert "Alice" in run("sessions.py")
+
+
+def test_structured_output() -> None:
+    printed = run("structured_output.py").splitlines()
+    assert re.fullmatch(r"Name: .*, Age: -?\d+", printed[0])
+    assert re.fullmatch(r"\d{3}-\d{3}-\d{4}", printed[1])
+    assert re.fullmatch(r'[0-9+\-*/()" ]+', printed[2])
 
 
 def test_notebook_in_ipython() -> None:

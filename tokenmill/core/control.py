@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+from tokenmill.core.grammars import Grammars
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.errors import InvalidArgument, TokenmillError, WrongState
 from tokenmill.kvcache.cache import Cache
@@ -30,10 +31,13 @@ _STEPS_BETWEEN_LOOKS = 40
 class Control:
     """Answers calls for one loop, on its thread. No call may come while the loop is inside a step."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, cache: Cache, *, deliver: Sink) -> None:
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, cache: Cache, grammars: Grammars, *, deliver: Sink
+    ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
+        self._grammars = grammars
         self._deliver = deliver
         self._paused = False
         self._released: set[str] = set()
@@ -84,6 +88,7 @@ class Control:
             busy = self._scheduler.num_running + self._scheduler.num_waiting
             return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
         self._cache.flush()
+        self._grammars.clear()
         return True, "the prefix cache is empty"
 
     def _load(self) -> dict[str, int]:

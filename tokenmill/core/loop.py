@@ -11,16 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.core.control import Control
 from tokenmill.core.deadlines import Clock, Deadlines
+from tokenmill.core.grammars import Grammars, Guide, build_grammars
+from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
-from tokenmill.core.scheduler import Scheduler, SchedulerLimits
+from tokenmill.core.scheduler import Scheduler
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import EngineFacts, Output, Request, Runner, Sink
+from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,15 @@ class Close:
     """End the loop."""
 
 
-Message = Submit | Cancel | Call | Close
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request's grammar is there, or why there is none."""
+
+    request_id: str
+    outcome: Guide | Finish
+
+
+Message = Submit | Cancel | Call | Close | Compiled
 Inbox = queue.SimpleQueue[Message]
 
 
@@ -64,15 +75,17 @@ class Loop:
         scheduler: Scheduler,
         cache: Cache,
         *,
+        grammars: Grammars,
         inbox: Inbox,
         deliver: Sink,
         clock: Clock = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._grammars = grammars
         self._inbox = inbox
         self._deliver = deliver
-        self._control = Control(runner, scheduler, cache, deliver=deliver)
+        self._control = Control(runner, scheduler, cache, grammars, deliver=deliver)
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
@@ -88,10 +101,11 @@ class Loop:
             self._drain()
             if self._deadlines:
                 self._send(self._scheduler.time_out(self._deadlines.pop_due()))
-            if not (self._scheduler.idle or self._control.stands_still):
+            if not (self._scheduler.is_asleep or self._control.stands_still):
                 self._turn()
                 self._control.stepped()
         self._send(self._scheduler.abort_all("the engine was shut down"))
+        self._grammars.close()
 
     def _turn(self) -> None:
         """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
@@ -102,10 +116,21 @@ class Loop:
             # The forward pass runs while the host catches up with the tokens before it.
             while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
                 self._collect()
-            self._runner.sample(None)
+            self._runner.sample(self._masks() if self._scheduler.waits_for_tokens else None)
         if self._scheduler.num_in_flight == depth or plan is None:
             assert self._scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
             self._collect()
+
+    def _masks(self) -> TokenMasks | None:
+        """What grammars allow the newest step to draw; ends the requests to which they allow nothing."""
+        guided = self._scheduler.guided()
+        if not guided:
+            return None
+        masks = self._grammars.masks(
+            [(slot, state.guide) for slot, state in guided if state.guide is not None]
+        )
+        self._send(self._scheduler.end_stuck(state for _, state in guided))
+        return masks
 
     def _collect(self) -> None:
         """Take in the oldest step."""
@@ -114,7 +139,7 @@ class Loop:
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes or a deadline is there."""
         self._let_go()
-        if (self._scheduler.idle or self._control.stands_still) and not self._closing:
+        if (self._scheduler.is_asleep or self._control.stands_still) and not self._closing:
             with contextlib.suppress(queue.Empty):
                 self._handle(self._inbox.get(timeout=self._deadlines.seconds_left()))
         while not self._closing:
@@ -131,6 +156,9 @@ class Loop:
             case Submit(requests):
                 self._deadlines.add(requests)
                 self._send(self._scheduler.submit(requests))
+                self._compile(requests)
+            case Compiled(request_id, outcome):
+                self._send(self._scheduler.compiled(request_id, outcome))
             case Cancel(request_ids):
                 self._send(self._scheduler.cancel(request_ids))
                 if self._held:  # it may be meant for requests among them
@@ -139,6 +167,15 @@ class Loop:
                 self._answer(message)
             case Close():
                 self._closing = True
+
+    def _compile(self, requests: Sequence[Request]) -> None:
+        """Have grammars compiled; the outcomes come as messages."""
+        for request in requests:
+            if request.grammar is not None:
+                self._grammars.compile(request, partial(self._report_compiled, request.id))
+
+    def _report_compiled(self, request_id: str, outcome: Guide | Finish) -> None:
+        self._inbox.put(Compiled(request_id, outcome))
 
     def _must_wait(self, message: Message) -> bool:
         """Whether a message comes later: new requests stay behind a call that waits for the old ones."""
@@ -187,4 +224,5 @@ def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sin
         policy=create_policy(config.schedule_policy, cache),
         priorities=Priorities.of(config),
     )
-    return Loop(mill, scheduler, cache, inbox=inbox, deliver=deliver)
+    grammars = build_grammars(config, facts)
+    return Loop(mill, scheduler, cache, grammars=grammars, inbox=inbox, deliver=deliver)

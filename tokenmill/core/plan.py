@@ -1,15 +1,53 @@
 """One step while it is being scheduled: collects rows and pages, then turns them into a `StepPlan`.
 
-Decides nothing; holds no state between steps.
+Decides nothing; holds no state between steps. What is remembered of a step on its way is a `Flight`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import BoolArray, IntArray, RowStarts, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What one step and one sequence may use."""
+
+    max_rows: int  # slots
+    max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
+    max_sequence_tokens: int  # prompt and output together
+    max_queued: int | None = None  # requests that may wait beyond the free rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step whose result is not taken in yet."""
+
+    slots: IntArray  # of the plan's rows
+    samples: BoolArray  # which of the plan's rows draw a token
+    states: list[RequestState]  # whose rows these are, in the plan's order
+    starting: list[RequestState]  # those of `states` whose prompt ends in this step
+    num_decodes: int
+    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
+    prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
+
+    @property
+    def guided(self) -> list[tuple[int, RequestState]]:
+        """The slots whose draw a grammar guides, and whose they are."""
+        return [
+            (slot, state)
+            for slot, state in zip(self.slots[self.samples].tolist(), self.states, strict=True)
+            if state.guide is not None and state.finish is None
+        ]
+
+    def state(self, row: int) -> RequestState:
+        """Whose row of the plan this is."""
+        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class PlanDraft:

@@ -12,6 +12,7 @@ from array import array
 import numpy as np
 
 from tokenmill.core.extras import request_extras
+from tokenmill.core.grammars import Guide
 from tokenmill.core.logprob_ledger import LogprobLine
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
@@ -24,9 +25,11 @@ NEVER_ADMITTED = -1
 class Phase(enum.Enum):
     """Where a request stands. WAITING -> PREFILL -> DECODE -> DRAINING -> FINISHED.
 
-    A preempted request goes back to WAITING; any phase but FINISHED can end early.
+    A preempted request goes back to WAITING; any phase but FINISHED can end early. A request with a grammar
+    begins in COMPILING.
     """
 
+    COMPILING = "compiling"  # not in the queue yet: its grammar is being compiled
     WAITING = "waiting"  # in the queue, no row, no pages
     PREFILL = "prefill"  # in a row, some tokens known to the host are not computed yet
     DECODE = "decode"  # in a row, only the token drawn last is not computed yet
@@ -50,6 +53,7 @@ class RequestState:
         "extras",
         "finish",
         "first_token_seconds",
+        "guide",
         "limit",
         "num_prompt",
         "num_reported",
@@ -71,7 +75,7 @@ class RequestState:
         self.arrival = arrival
         self.urgency = urgency  # the larger, the sooner; equal for all while priorities are off
         self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
-        self.phase = Phase.WAITING
+        self.phase = Phase.WAITING if request.grammar is None else Phase.COMPILING
         self.num_prompt = len(request.prompt_ids)
         self.limit = self.num_prompt + request.max_new_tokens  # tokens when the length ends it
         self.stop_ids = frozenset(request.stop_ids)
@@ -85,6 +89,7 @@ class RequestState:
         self.num_retractions = 0
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
+        self.guide: Guide | None = None  # which tokens its grammar allows next
         # See `RequestTimes`.
         self.submitted_seconds = time.perf_counter()
         self.admitted_seconds: float | None = None
@@ -101,6 +106,11 @@ class RequestState:
     def draws(self) -> bool:
         """Whether a token is drawn after the prompt, even if only to tell its log-probability."""
         return self.request.max_new_tokens > 0 or self.request.logprobs is not None
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether its next token is drawn only when the host knows all before it."""
+        return self.extras is not None and self.extras.waits_for_tokens
 
     @property
     def reusable_tokens(self) -> array[int]:

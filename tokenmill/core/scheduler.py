@@ -9,50 +9,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tokenmill.core.deadlines import timed_out
+from tokenmill.core.grammars import Guide
 from tokenmill.core.logprob_ledger import LogprobLedger
-from tokenmill.core.plan import PlanDraft
+from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows, note_first_tokens
 from tokenmill.kvcache import Cache, RowPages
-from tokenmill.messages import BoolArray, Finish, IntArray, Output, Request, StepPlan, StepResult
+from tokenmill.messages import Finish, IntArray, Output, Request, StepPlan, StepResult
 
 _CANCELLED = "The request was aborted by its caller."
-
-
-def _waits_for_tokens(state: RequestState) -> bool:
-    return state.extras is not None and state.extras.waits_for_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What one step and one sequence may use."""
-
-    max_rows: int  # slots
-    max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
-    max_sequence_tokens: int  # prompt and output together
-    max_queued: int | None = None  # requests that may wait beyond the free rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A step whose result is not taken in yet."""
-
-    samples: BoolArray  # which of the plan's rows draw a token
-    states: list[RequestState]  # whose rows these are, in the plan's order
-    starting: list[RequestState]  # those of `states` whose prompt ends in this step
-    num_decodes: int
-    chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
-    prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
-
-    def state(self, row: int) -> RequestState:
-        """Whose row of the plan this is."""
-        return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
 
 
 class Scheduler:
@@ -86,24 +56,25 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}  # everything not finished
         self._num_arrived = 0
         self._num_admitted = 0
+        self._num_compiling = 0
         self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
         self._decoding: list[RequestState] = []
         self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
         self._prefilling: list[RequestState] = []  # at most one between steps
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._ledger = LogprobLedger()
         self.num_drawn = 0  # tokens taken in since the start
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-        return len(self._queue)
+        """Requests in the queue, preempted ones included, and those whose grammar is being compiled."""
+        return len(self._queue) + self._num_compiling
 
     @property
     def num_running(self) -> int:
         """Requests that are neither waiting nor finished."""
-        return len(self._states) - len(self._queue)
+        return len(self._states) - self.num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -113,12 +84,17 @@ class Scheduler:
     @property
     def waits_for_tokens(self) -> bool:
         """Whether some row of the newest step draws only when the host knows all tokens before it."""
-        return self._num_late > 0 and any(map(_waits_for_tokens, self._flights[-1].states))
+        return self._num_late > 0 and any(state.waits_for_tokens for state in self._flights[-1].states)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or is in flight."""
         return not self._states and not self._flights
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether nothing can be done until a message comes: no request, or none whose grammar is there."""
+        return len(self._states) == self._num_compiling and not self._flights
 
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 
@@ -142,9 +118,11 @@ class Scheduler:
                 ended.append(self._turn_away(excess))
                 if excess is state:
                     continue
-            self._num_late += _waits_for_tokens(state)
+            self._num_late += state.waits_for_tokens
             self._states[request.id] = state
-            self._queue.add(state)
+            self._num_compiling += state.phase is Phase.COMPILING
+            if state.phase is Phase.WAITING:
+                self._queue.add(state)
         return ended
 
     @property
@@ -201,7 +179,8 @@ class Scheduler:
         plan = draft.build()
         drawing = [state for state in prefills if state.draws]
         self._flights.append(
-            _Flight(
+            Flight(
+                slots=plan.slots,
                 samples=plan.samples,
                 states=decodes + drawing if drawing else decodes,
                 starting=drawing,
@@ -385,6 +364,27 @@ class Scheduler:
         """The last draw of a request is launched: only results are missing."""
         self._vacate(state, Phase.DRAINING)
 
+    def compiled(self, request_id: str, outcome: Guide | Finish) -> list[Output]:
+        """Queue a request whose grammar is compiled, or end it. Ids that have ended are ignored."""
+        if (state := self._states.get(request_id)) is None:
+            return []
+        if isinstance(outcome, Finish):
+            return [self._end(state, outcome)]
+        self._num_compiling -= 1
+        state.guide, state.phase = outcome, Phase.WAITING
+        self._queue.add(state)
+        return []
+
+    def guided(self) -> list[tuple[int, RequestState]]:
+        """The slots of the newest plan whose draw a grammar guides, and whose they are."""
+        return self._flights[-1].guided
+
+    def end_stuck(self, states: Iterable[RequestState]) -> list[Output]:
+        """End those requests whose grammar left them no token to draw."""
+        return [
+            self._end(state, state.guide.finish) for state in states if state.guide and state.guide.finish
+        ]
+
     # ── results in ────────────────────────────────────────────────────────────────────────────
 
     def take_in(self, result: StepResult) -> list[Output]:
@@ -399,6 +399,9 @@ class Scheduler:
                 continue
             tokens = state.tokens
             tokens.append(token)
+            if state.guide is not None and (failure := state.guide.accept(token)):
+                outputs.append(self._end(state, failure))
+                continue
             if len(tokens) >= state.report_at or token in state.stop_ids:
                 outputs.append(self._report(state, token))
         for state in flight.prompts_only:
@@ -406,7 +409,7 @@ class Scheduler:
                 outputs.append(self._end(state, Finish("length", length=0)))
         return outputs
 
-    def _take_in_extras(self, flight: _Flight, result: StepResult) -> list[Output]:
+    def _take_in_extras(self, flight: Flight, result: StepResult) -> list[Output]:
         """Keep what rows were shown; the Outputs of those that failed."""
         if result.logprobs is not None:
             self._ledger.add(flight.states, result.logprobs)
@@ -436,13 +439,15 @@ class Scheduler:
 
     def _end(self, state: RequestState, finish: Finish) -> Output:
         """Finish a request wherever it stands. Results of its steps in flight will be ignored."""
-        if state.phase is Phase.WAITING:
+        if state.phase is Phase.COMPILING:
+            self._num_compiling -= 1
+        elif state.phase is Phase.WAITING:
             self._queue.remove(state)
         elif state.phase is not Phase.DRAINING:
             self._vacate(state, Phase.FINISHED)
         state.phase = Phase.FINISHED
         del self._states[state.request.id]
-        self._num_late -= _waits_for_tokens(state)
+        self._num_late -= state.waits_for_tokens
         return state.report(finish)
 
     def _vacate(self, state: RequestState, phase: Phase) -> None:
@@ -476,7 +481,9 @@ class Scheduler:
             ages = [state.age for state in admitted if state.urgency == urgency]
             assert ages == sorted(ages), "a younger request goes before an older one"
         draining = [state for state in self._states.values() if state.phase is Phase.DRAINING]
-        everywhere = [*self._queue, *running, *draining]
+        compiling = [state for state in self._states.values() if state.phase is Phase.COMPILING]
+        assert len(compiling) == self._num_compiling
+        everywhere = [*self._queue, *running, *draining, *compiling]
         assert sorted(map(id, everywhere)) == sorted(map(id, self._states.values()))
         in_flight = [state for flight in self._flights for state in flight.states]
         for state in running:

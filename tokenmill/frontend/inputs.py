@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
-from tokenmill.frontend.options import logprob_options, read_options
+from tokenmill.frontend.options import grammar_of, logprob_options, read_options
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
-from tokenmill.messages import EngineFacts, IntArray, LogprobOptions, Request
+from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
@@ -76,6 +76,7 @@ class _Settings:
     is_length_explicit: bool
     stop_ids: tuple[int, ...]
     report_interval: int
+    grammar: Grammar | None
 
 
 class InputReader:
@@ -89,8 +90,10 @@ class InputReader:
         defaults: Mapping[str, Any] | None,
         random_seed: int | None,
         stream_interval: int,
+        grammar_backend: str = "llguidance",
     ) -> None:
         self._facts = facts
+        self._grammar_backend = grammar_backend
         self._tokenizer = tokenizer
         self._defaults = dict(defaults or {})
         self._stream_interval = stream_interval
@@ -146,6 +149,7 @@ class InputReader:
                 cache_namespace=asked[index].cache_salt.encode(errors="surrogatepass"),
                 logprobs=logprobs[index],
                 hidden_states=asked[index].hidden_states,
+                grammar=settings[index].grammar,
                 processor=asked[index].processor,
             )
             for index, row in enumerate(rows)
@@ -202,7 +206,10 @@ class InputReader:
         else:
             # An object does not tell what its maker wrote; the default value counts as not written.
             is_explicit = value is not None and params.max_new_tokens not in (None, _DEFAULT_MAX_NEW_TOKENS)
-        return _Settings(params, is_explicit, stop_ids, interval)
+        grammar = grammar_of(
+            params, place, has_tokenizer=self._tokenizer is not None, backend=self._grammar_backend
+        )
+        return _Settings(params, is_explicit, stop_ids, interval, grammar)
 
     def _stop_ids(self, params: SamplingParams, place: str) -> tuple[int, ...]:
         vocab_size = self._facts.vocab_size

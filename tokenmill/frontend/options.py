@@ -9,12 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
 from tokenmill.logit_processors import LogitProcessor, resolve_processor
-from tokenmill.messages import EngineFacts, LogprobOptions
-from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, plain, show
+from tokenmill.messages import EngineFacts, Grammar, GrammarKind, LogprobOptions
+from tokenmill.sampling_params import (
+    SamplingParams,
+    check_flag,
+    check_real,
+    check_text,
+    check_whole,
+    plain,
+    show,
+)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -132,6 +140,26 @@ def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> Logpr
             "log-probabilities of the prompt"
         )
     return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids, asked.text_in_logprobs)
+
+
+def grammar_of(params: SamplingParams, place: str, *, has_tokenizer: bool, backend: str) -> Grammar | None:
+    """What the output must follow, if anything; `place` names the parameters in messages."""
+    kinds: tuple[GrammarKind, ...] = get_args(GrammarKind)
+    for kind in kinds:
+        text = getattr(params, kind)
+        if text is None:
+            continue
+        if not has_tokenizer:
+            raise InvalidArgument(
+                f"{place}: {kind} needs a tokenizer, and this engine has none (skip_tokenizer_init=True)"
+            )
+        if backend == "none":
+            raise InvalidArgument(
+                f"{place}: {kind} needs a grammar backend, and this engine has grammar_backend='none'; "
+                "leave grammar_backend out"
+            )
+        return Grammar(kind, text)
+    return None
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

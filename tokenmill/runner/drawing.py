@@ -37,10 +37,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Unsampled:
-    """A step up to its logits."""
+    """A step up to its logits, and what the draw will read of its rows."""
 
     logits_QV: torch.Tensor
     hidden_QD: torch.Tensor
+    slots_Q: torch.Tensor  # int64
+    columns: SamplingColumns
 
 
 NO_CHANGES = Changes()

@@ -111,16 +111,17 @@ class EagerSteps:
         if inputs is None:
             return Part(plan, None, None, shown)
         hidden_QD = hidden_ND[:num_drawing]
-        return Part(plan, inputs, Unsampled(self._executor.logits(hidden_QD), hidden_QD), shown)
+        made = Unsampled(self._executor.logits(hidden_QD), hidden_QD, inputs.slots_Q, inputs.columns)
+        return Part(plan, inputs, made, shown)
 
     def _tokens_of(self, wish: Wish) -> torch.Tensor:
         return torch.arange(wish.first_token, wish.first_token + wish.count, device=self._rows.device)
 
     def _draw(self, part: Part, needs: SamplingNeeds, masks: TokenMasks | None) -> DrawnPart:
-        failures: dict[int, str] = {}
         if part.inputs is None or part.made is None:
-            return DrawnPart(part.plan, None, None, part.shown, failures)
+            return DrawnPart(part.plan, None, None, part.shown, {})
         inputs, slots = part.inputs, part.plan.slots[part.plan.samples]
+        failures = self._rows.extras.failures(slots)
         changes = HostChanges(
             self._rows,
             slots,

@@ -27,11 +27,13 @@ class Extras:
         self.adjustments = Adjustments(num_slots=num_slots, vocab_size=vocab_size, device=device)
         self._device = device
         self._of_slot: dict[int, RowExtras] = {}
+        self._failures: dict[int, str] = {}  # slots that cannot have what they need
         self._is_penalized_S = np.zeros(num_slots, dtype=np.bool_)
         self._is_biased_S = np.zeros(num_slots, dtype=np.bool_)
         self._num_top_S = np.full(num_slots, _NO_LOGPROBS, dtype=np.int32)
         self._num_given_S = np.zeros(num_slots, dtype=np.int32)
         self._is_late_S = np.zeros(num_slots, dtype=np.bool_)
+        self._is_masked_only_S = np.zeros(num_slots, dtype=np.bool_)  # late for its mask and nothing else
         self._shows_hidden_S = np.zeros(num_slots, dtype=np.bool_)
         # Ids of which a row wants the log-probabilities, padded by 0; wide enough for the longest so far.
         self._given_ids_SI = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
@@ -47,6 +49,10 @@ class Extras:
                 {slot: row for slot, row in zip(slots, starts.extras, strict=True) if row is not None}
             )
 
+    def wait_for_masks_only(self, slots: IntArray) -> bool:
+        """Whether those of these rows that are late wait for their masks and nothing else."""
+        return bool((self._is_masked_only_S[slots] | ~self._is_late_S[slots]).all())
+
     def get(self, slot: int) -> RowExtras | None:
         """The extras of one slot."""
         return self._of_slot.get(slot)
@@ -54,6 +60,10 @@ class Extras:
     def are_late(self, slots: IntArray) -> bool:
         """Whether some of these rows draw only after the host has had its say, or show more than tokens."""
         return bool(self._of_slot) and bool(self._is_late_S[slots].any())
+
+    def failures(self, slots: IntArray) -> dict[int, str]:
+        """Why some of these rows cannot go on."""
+        return {slot: self._failures[slot] for slot in slots.tolist() if slot in self._failures}
 
     def exist(self, slots: IntArray) -> bool:
         """Whether some of these rows have extras."""
@@ -92,28 +102,36 @@ class Extras:
                 self._num_top_S[slot] = row.logprobs.num_top
                 self._set_given_ids(slot, row.logprobs.token_ids)
             self._shows_hidden_S[slot] = row.hidden_states is not None
-            self._is_late_S[slot] = row.is_masked or row.processor is not None or self._shows_hidden_S[slot]
+            is_special = row.processor is not None or slot in self._failures or self._shows_hidden_S[slot]
+            self._is_late_S[slot] = row.is_masked or is_special
+            self._is_masked_only_S[slot] = row.is_masked and not is_special
 
     def _penalize(self, rows: dict[int, RowExtras]) -> None:
-        if rows:
-            self._is_penalized_S[list(rows)] = True
+        if not rows:
+            return
+        try:
             self.adjustments.set_penalties(
                 list(rows),
                 [_penalties(row) for row in rows.values()],
                 output_ids=[row.output_ids for row in rows.values()],
                 prompt_ids=[row.prompt_ids[: None if row.penalize_prompt else 0] for row in rows.values()],
             )
+        except torch.OutOfMemoryError as error:
+            self._failures.update(dict.fromkeys(rows, f"there is no memory to count tokens in: {error}"))
+        else:
+            self._is_penalized_S[list(rows)] = True
 
     def _forget(self, slots: list[int]) -> None:
         adjusted = [slot for slot in slots if self._is_penalized_S[slot] or self._is_biased_S[slot]]
         if adjusted:
             self.adjustments.clear(adjusted)
         self._is_penalized_S[slots] = self._is_biased_S[slots] = False
-        self._is_late_S[slots] = self._shows_hidden_S[slots] = False
+        self._is_late_S[slots] = self._is_masked_only_S[slots] = self._shows_hidden_S[slots] = False
         self._num_top_S[slots] = _NO_LOGPROBS
         self._num_given_S[slots] = 0
         for slot in slots:
             del self._of_slot[slot]
+            self._failures.pop(slot, None)
 
     def _set_given_ids(self, slot: int, token_ids: tuple[int, ...]) -> None:
         self._num_given_S[slot] = len(token_ids)

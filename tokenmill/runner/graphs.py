@@ -85,8 +85,6 @@ def decode_step(
     layout = rows.decode_layout(step, longest=kind.longest, max_pieces=kind.max_pieces)
     hidden_BD = executor.forward(step.token_id_B, layout)
     logits_BV = executor.logits(hidden_BD)
-    if kind.late:
-        return Unsampled(logits_BV, hidden_BD)
     columns = SamplingColumns(
         temperatures_R=step.temperature_B,
         top_ks_R=step.top_k_B,
@@ -95,4 +93,6 @@ def decode_step(
         seeds_R=step.seed_B,
         positions_R=step.drawn_position_B,
     )
+    if kind.late:
+        return Unsampled(logits_BV, hidden_BD, step.slot_B, columns)
     return draw_tokens(rows, logits_BV, step.slot_B, columns, kind.needs)

@@ -45,7 +45,9 @@ class Profiler:
         if not _in_use.acquire(blocking=False):
             raise WrongState("another engine of this process runs a profile; torch can take one at a time")
         if wanted:
-            trace = profile(activities=wanted, with_stack=with_stack, record_shapes=record_shapes)
+            trace = profile(
+                activities=wanted, with_stack=with_stack, record_shapes=record_shapes, acc_events=True
+            )
             try:
                 trace.start()
             except RuntimeError as error:  # some other part of this process is at it

@@ -27,6 +27,7 @@ from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
+from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.memory import PoolSize, build_executor
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.prompt_graphs import PromptGraphs
@@ -42,16 +43,16 @@ _log = logging.getLogger("tokenmill")
 class _Graphs:
     decodes: DecodeGraphs
     prompts: PromptGraphs
+    draws: MaskedDraws
     recorder: Recorder
 
 
 @dataclass(slots=True)
 class _Launched:
-    """A launched step: drawn by its graph, or in parts that are not drawn yet."""
+    """A launched step: drawn by its graph, up to its logits in a graph, or in parts kernel by kernel."""
 
     plan: StepPlan
-    parts: list[Part]
-    drawn: DrawnPart | None
+    work: DrawnPart | Unsampled | list[Part]
 
 
 class LocalRunner:
@@ -88,7 +89,7 @@ class LocalRunner:
                 sharing=self._executor.sharing,
             )
         self._steps = EagerSteps(self._executor, self._rows)
-        self._open_graphs = partial(_graphs, self._executor, self._rows, placement, weights)
+        self._open_graphs = partial(_graphs, self._executor, self._rows, placement, weights, spec.vocab_size)
         self._graphs = self._open_graphs()
         self._profiler = Profiler(placement.device)
         self._calls: dict[str, Callable[..., Any]] = {
@@ -115,18 +116,20 @@ class LocalRunner:
                 self._copy_pages(plan)
             self._rows.update(plan)
             replayed = self._replay(plan)
-            if isinstance(replayed, DrawnPart):
-                self._launched = _Launched(plan, [], replayed)
-            else:
-                parts = self._steps.forward(plan) if replayed is None else [replayed]
-                self._launched = _Launched(plan, parts, None)
+            self._launched = _Launched(plan, self._steps.forward(plan) if replayed is None else replayed)
 
     def sample(self, masks: TokenMasks | None) -> None:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
         with torch.inference_mode():
-            drawn = self._steps.draw(step.parts, step.plan, masks) if step.drawn is None else [step.drawn]
+            match step.work:
+                case DrawnPart():
+                    drawn = [step.work]
+                case Unsampled():
+                    drawn = self._draw_late(step.plan, step.work, masks)
+                case list():
+                    drawn = self._steps.draw(step.work, step.plan, masks)
             self._in_flight.append(Results(step.plan, drawn, self._device))
 
     def collect(self) -> StepResult:
@@ -141,6 +144,7 @@ class LocalRunner:
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
+        self._close_graphs()
         self._profiler.close()
         self._in_flight.clear()
         self._launched = None
@@ -156,17 +160,14 @@ class LocalRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _replay(self, plan: StepPlan) -> DrawnPart | Part | None:
+    def _replay(self, plan: StepPlan) -> DrawnPart | Unsampled | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
-        graphs, ends = self._graphs, plan.starts + plan.counts
-        late = self._rows.extras.are_late(plan.slots) or self._rows.hides_stops(
-            plan.slots[plan.samples], ends[plan.samples]
-        )
+        graphs, late = self._graphs, self._rows.extras.are_late(plan.slots) or self._hides_stops(plan)
         only_decodes = plan.num_decodes == len(plan.slots)
         if graphs is not None and only_decodes:
             made = graphs.decodes.replay(plan, late=late)
             if made is not None:
-                return self._made(plan, made)
+                return _part(plan, made) if isinstance(made, Sampled) else made
         self._rows.write_pages(plan)
         if graphs is None or only_decodes or late or self._rows.extras.exist(plan.slots):
             return None
@@ -176,13 +177,21 @@ class LocalRunner:
         tokens, places = replayed
         return DrawnPart(plan, Sampled(tokens, None), None, [], {}, places)
 
-    def _made(self, plan: StepPlan, made: Sampled | Unsampled) -> DrawnPart | Part:
-        """The plan's rows of what a graph made; the others are spare ones."""
-        count = len(plan.slots)
-        if isinstance(made, Sampled):
-            return DrawnPart(plan, made, None, [], {}, np.arange(count))
-        unsampled = Unsampled(made.logits_QV[:count], made.hidden_QD[:count])
-        return Part(plan, self._rows.sampling_inputs(plan), unsampled, [])
+    def _hides_stops(self, plan: StepPlan) -> bool:
+        ends = plan.starts + plan.counts
+        return self._rows.hides_stops(plan.slots[plan.samples], ends[plan.samples])
+
+    def _draw_late(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
+        """Draw for the plan's rows of what a graph made; the others are spare ones."""
+        masks_only = self._rows.extras.wait_for_masks_only(plan.slots) and not self._hides_stops(plan)
+        if self._graphs is not None and masks_only:
+            sampled = self._graphs.draws.replay(made, plan.slots, masks)
+            if sampled is not None:
+                return [_part(plan, sampled)]
+        inputs, count = self._rows.sampling_inputs(plan), len(plan.slots)
+        assert inputs is not None, "every row draws"
+        rows = Unsampled(made.logits_QV[:count], made.hidden_QD[:count], inputs.slots_Q, inputs.columns)
+        return self._steps.draw([Part(plan, inputs, rows, [])], plan, masks)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         sources = torch.from_numpy(plan.copy_sources.astype(np.int64)).to(self._device)
@@ -191,13 +200,18 @@ class LocalRunner:
 
     def _release_memory(self, *, tags: Collection[str]) -> None:
         """Give up what the tags name, and the graphs, which hold addresses of everything."""
-        self._graphs = None
+        self._close_graphs()
         if "kv_cache" in tags:
             self._executor.release_pool()
         if "weights" in tags:
             self._weights.release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _close_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.draws.close()
+        self._graphs = None
 
     def _resume_memory(self, *, tag: str) -> None:
         """Take back what one tag names; graphs wait for `_reopen_graphs`."""
@@ -237,8 +251,13 @@ class LocalRunner:
         }
 
 
+def _part(plan: StepPlan, sampled: Sampled) -> DrawnPart:
+    """What a graph drew; the plan's rows are its first ones."""
+    return DrawnPart(plan, sampled, None, [], {}, np.arange(len(plan.slots)))
+
+
 def _graphs(
-    executor: Executor, rows: Rows, placement: Placement, weights: list[torch.Tensor]
+    executor: Executor, rows: Rows, placement: Placement, weights: list[torch.Tensor], vocab_size: int
 ) -> _Graphs | None:
     if not placement.cuda_graphs:
         return None
@@ -248,6 +267,7 @@ def _graphs(
     return _Graphs(
         DecodeGraphs(executor, rows, policy=CapturePolicy(most_rows, row_seconds=seconds), recorder=recorder),
         PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
+        MaskedDraws(rows, vocab_size=vocab_size, most_rows=most_rows, recorder=recorder),
         recorder,
     )
 

@@ -20,12 +20,14 @@ from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
+from tokenmill.runner.drawing import Unsampled
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import decode_step
 from tokenmill.runner.hardware import Placement
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
+from tokenmill.sampling.masks import apply_masks
 
 _log = logging.getLogger("tokenmill")
 
@@ -56,6 +58,7 @@ class Scout:
     def __init__(self, spec: ModelSpec, *, config: EngineConfig, placement: Placement) -> None:
         self._placement = placement
         self._context_length = spec.context_length
+        self._may_have_grammars = placement.attention_backend == "triton" and not config.skip_tokenizer_init
         # Two, because only the first layer has none before it.
         layers = tuple(dict.fromkeys(spec.attention)) * 2
         small = dataclasses.replace(spec, num_layers=len(layers), attention=layers)
@@ -97,6 +100,8 @@ class Scout:
             for size in (1, most):
                 self._decode(size, StepKind(_PLAIN, longest=SHORT_KEYS))
                 self._decode(size, StepKind(_PLAIN, max_pieces=most_pieces(size)))
+            if self._may_have_grammars:
+                self._mask()
         _log.debug("compiling %d kernels", compilation.num_kernels)
         return compilation
 
@@ -131,6 +136,17 @@ class Scout:
             return
         decode_step(self._executor, self._rows, self._rows.spare_inputs(size), kind)
         self._forget_tokens()
+
+    def _mask(self) -> None:
+        """Masks as grammars want them; the smallest step knows the kernel for all of them."""
+        made = decode_step(
+            self._executor, self._rows, self._rows.spare_inputs(1), StepKind(_PLAIN, late=True)
+        )
+        logits_RV = made.logits_QV if isinstance(made, Unsampled) else None
+        assert logits_RV is not None, "a late step ends with its logits"
+        num_words = -(-logits_RV.shape[1] // 32)
+        bits_MW = torch.full((1, num_words), -1, dtype=torch.int32, device=logits_RV.device)
+        apply_masks(logits_RV, torch.zeros(1, dtype=torch.int64, device=logits_RV.device), bits_MW)
 
     def _forget_tokens(self) -> None:
         """Where the kernel that draws was skipped, its "tokens" are no ids of the vocabulary."""

@@ -1,0 +1,180 @@
+"""Requests whose grammar is being compiled, and what becomes of the ends of text under a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenmill.core.grammars import Grammars, Guide
+from tokenmill.grammar import BadGrammar
+from tokenmill.messages import Finish, Grammar
+from tokenmill.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.unit
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def world(harness: Make) -> Any:
+    return harness()
+
+
+class FakeMatcher:
+    """Follows one text of tokens, after which it is complete."""
+
+    def __init__(self, tokens: list[int], *, open_end: bool = False) -> None:
+        self.tokens, self.open_end, self.error = list(tokens), open_end, ""
+
+    @property
+    def is_accepting(self) -> bool:
+        return not self.tokens
+
+    def accept(self, token: int) -> bool:
+        return bool(self.tokens) and self.tokens.pop(0) == token
+
+    def fill_mask(self, out: Any) -> None:
+        out[0] = 1 << self.tokens[0] if self.tokens else (0b1000 if self.open_end else 0)
+
+
+class FakeCompiler:
+    """A backend and its compiler in one; the test decides when a grammar is there."""
+
+    num_words = 1
+
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+
+    def compile(self, grammar: Grammar) -> Future[Any]:
+        return self.future
+
+    def backend(self) -> FakeCompiler:
+        return self
+
+    def fill_masks(self, matchers: Any, out: Any) -> None:
+        for matcher, row in zip(matchers, out, strict=True):
+            matcher.fill_mask(row)
+
+
+def guided(make_request: Make, **changes: Any) -> Any:
+    request = make_request("a", [1, 2], 4)
+    return replace(request, grammar=Grammar("regex", "x"), **changes)
+
+
+# ── while a grammar is compiled ──
+
+
+def test_a_request_waits_for_its_grammar(world: Any, make_request: Make) -> None:
+    request = guided(make_request)
+    world.submit(request, make_request("b", [1], 2))
+    assert world.scheduler.num_waiting == 2
+    while not world.scheduler.is_asleep:
+        world.step()
+    assert list(world.outputs) == ["b"]
+    assert not world.scheduler.idle
+    guide = Guide(FakeMatcher([1] * 9), request, end_ids=())  # type: ignore[arg-type]
+    guide.accept = lambda token: None  # type: ignore[method-assign]
+    assert world.scheduler.compiled("a", guide) == []
+    world.scheduler.check_invariants()
+    world.run()
+    assert world.outputs["a"][-1].finish == Finish("length", length=4)
+
+
+@pytest.mark.parametrize("end", ["cancel", "time_out"])
+def test_ending_while_the_grammar_is_compiled(world: Any, make_request: Make, end: str) -> None:
+    world.submit(guided(make_request, timeout_seconds=1.0))
+    (output,) = getattr(world.scheduler, end)(["a"])
+    assert output.finish.kind == "abort"
+    assert world.scheduler.idle
+    assert world.scheduler.compiled("a", Finish("abort")) == []
+    world.scheduler.check_invariants()
+
+
+def test_a_bad_grammar_ends_its_request(world: Any, make_request: Make) -> None:
+    request = guided(make_request)
+    world.submit(request)
+    compiler = FakeCompiler()
+    outcomes: list[Any] = []
+    grammars(compiler).compile(request, outcomes.append)
+    assert outcomes == []
+    compiler.future.set_exception(BadGrammar("it is bad"))
+    (output,) = world.scheduler.compiled("a", outcomes[0])
+    assert (output.finish.status_code, output.finish.error_type) == (400, "bad_grammar")
+    assert "regex" in output.finish.message
+    assert "it is bad" in output.finish.message
+    assert world.scheduler.idle
+
+
+# ── ends of text ──
+
+
+def grammars(compiler: FakeCompiler, eos_ids: tuple[int, ...] = (0,)) -> Grammars:
+    facts: Any = type("Facts", (), {"vocab_size": 20, "eos_token_ids": eos_ids})()
+    return Grammars(compiler, facts)  # type: ignore[arg-type]
+
+
+def guide_of(make_request: Make, matcher: FakeMatcher, **changes: Any) -> tuple[Grammars, Guide]:
+    compiler = FakeCompiler()
+    compiler.future.set_result(type("Template", (), {"new": lambda self: matcher})())
+    found: list[Any] = []
+    books = grammars(compiler, changes.pop("eos_ids", (0,)))
+    books.compile(guided(make_request, **changes), found.append)
+    return books, found[0]
+
+
+def mask(books: Grammars, guide: Guide) -> set[int]:
+    masks = books.masks([(3, guide)])
+    assert masks.slots.tolist() == [3]
+    return set(np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little")).tolist())
+
+
+def test_ends_are_allowed_where_the_output_is_complete(make_request: Make) -> None:
+    books, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(0, 9))
+    assert mask(books, guide) == {7}
+    guide.accept(7)
+    assert mask(books, guide) == {0, 9}
+    guide.accept(9)
+    assert guide.finish is None
+
+
+def test_a_stop_id_in_the_middle_is_not_allowed(make_request: Make) -> None:
+    books, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(7,))
+    assert mask(books, guide) == set()
+    assert guide.finish is not None
+    assert guide.finish.status_code == 500
+
+
+def test_with_ignore_eos_the_models_ends_follow(make_request: Make) -> None:
+    books, guide = guide_of(make_request, FakeMatcher([], open_end=True), stop_ids=())
+    assert mask(books, guide) == {0, 3}
+    guide.accept(0)
+    assert mask(books, guide) == {0}
+    guide.accept(0)
+    assert guide.finish is None
+
+
+def test_a_model_without_end_of_text(make_request: Make) -> None:
+    books, guide = guide_of(make_request, FakeMatcher([]), stop_ids=(), eos_ids=())
+    assert mask(books, guide) == set()
+    assert guide.finish == Finish("stop")
+
+
+def test_min_new_tokens_beyond_the_grammar(make_request: Make) -> None:
+    params = SamplingParams(min_new_tokens=2)
+    books, guide = guide_of(make_request, FakeMatcher([7]), params=params, stop_ids=(0,))
+    guide.accept(7)
+    assert mask(books, guide) == set()
+    assert guide.finish is not None
+    assert guide.finish.error_type == "bad_parameters"
+
+
+def test_a_token_that_does_not_follow_fails_the_request(make_request: Make) -> None:
+    _, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(0,))
+    guide.accept(8)
+    assert guide.finish is not None
+    assert guide.finish.status_code == 500

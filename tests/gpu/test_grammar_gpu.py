@@ -1,0 +1,67 @@
+"""Structured output on a GPU: every output follows its grammar, and other rows do not notice."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import tokenmill as sgl
+
+pytest.importorskip("llguidance")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ages": {"type": "array", "maxItems": 3}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+PATTERN = r"[a-f]{3,9}-\d{2}"
+SCHEMA["properties"]["ages"]["items"] = {"type": "integer", "minimum": 0, "maximum": 99}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_outputs_follow_and_neighbours_do_not_notice(graphs: bool) -> None:
+    grammars: list[dict[str, Any]] = [
+        {"json_schema": SCHEMA},
+        {"regex": PATTERN, "frequency_penalty": 0.5},
+        {},
+        {"regex": PATTERN, "min_new_tokens": 3},
+        {"json_schema": SCHEMA, "logit_bias": {20: 3.0}},
+    ]
+    params = [
+        {"temperature": 1.2, "max_new_tokens": 200, "sampling_seed": index, **grammars[index % 5]}
+        for index in range(30)
+    ]
+    plain = [index for index in range(30) if index % 5 == 2]
+    with sgl.Engine(
+        model_path="tiny",
+        device="cuda",
+        disable_cuda_graph=not graphs,
+        constrained_json_disable_any_whitespace=True,  # it would fill the outputs of a hot temperature
+    ) as engine:
+        alone = engine.generate(["Once"] * len(plain), [params[index] for index in plain])
+        for _ in range(2):
+            results = engine.generate(["Once"] * 30, params)
+            for index, result in enumerate(results):
+                check(index % 5, result)
+            assert [results[index]["output_ids"] for index in plain] == alone["output_ids"]
+
+
+def check(kind: int, result: Any) -> None:
+    if kind == 2:
+        return
+    assert result["meta_info"]["finish_reason"]["type"] == "stop", result
+    if kind in (1, 3):
+        assert re.fullmatch(PATTERN, result["text"])
+        return
+    value = json.loads(result["text"])
+    assert set(value) == {"name", "ages"}
+    assert len(value["name"]) <= 8
+    assert all(0 <= age <= 99 for age in value["ages"])

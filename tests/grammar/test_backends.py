@@ -1,0 +1,278 @@
+"""Whatever is drawn under the masks and comes to an end is right, with either library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument
+from tokenmill.grammar import BadGrammar
+from tokenmill.grammar.backends import BACKENDS, check_backend, open_backend
+from tokenmill.messages import Grammar, GrammarKind
+
+pytestmark = pytest.mark.cpu
+
+each_backend = pytest.mark.parametrize("name", BACKENDS)
+Drawn = Callable[..., list[str]]
+
+SCHEMAS: list[Any] = [
+    {"type": "integer", "minimum": -3, "maximum": 120},
+    {"enum": ["red", "gr\u00fcn", 7, None, {"a": 1}]},
+    {"type": "string", "minLength": 2, "maxLength": 5},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {
+        "type": "object",
+        "properties": {
+            "host": {"type": "string", "format": "ipv4"},
+            "kind": {"anyOf": [{"type": "null"}, {"const": "x"}]},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,3}$"},
+            "next": {"$ref": "#/$defs/pair"},
+        },
+        "required": ["host", "kind", "code", "next"],
+        "additionalProperties": False,
+        "$defs": {"pair": {"type": "array", "prefixItems": [{"enum": [1, 2]}], "items": False}},
+    },
+]
+PATTERNS = [
+    r"\d{3}-\d{3}-\d{4}",
+    r"^(yes|no|maybe)[.!]?$",
+    r"(?i:Monday|Tuesday) at \d\d?:\d\d",
+    r"\w{2,4}@\w{1,3}\.(com|org)",
+    r"[^\W\d_]{3}\s\S\D",
+    r"(?s)a.b|[\]\-\\^/\"]{2}",
+    r"(?:ab?){2,}c*?",
+    "\u00e9\n[\u4e00-\u9fff]{2}",
+]
+EQUATION = """
+root ::= equation
+equation ::= term (["+" "-"] term)*
+term ::= factor (["*" "/"] factor)*
+factor ::= number | "(" equation ")"
+number ::= [0-9]+
+"""
+TAG = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+@each_backend
+@pytest.mark.parametrize("schema", SCHEMAS, ids=str)
+def test_json_follows_its_schema(name: str, schema: Any, drawn: Drawn) -> None:
+    # What xgrammar takes for a format is a pattern, which knows no leading zeros, for example.
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER if name == "llguidance" else None
+    for text in drawn(name, "json_schema", json.dumps(schema)):
+        jsonschema.validate(json.loads(text), schema, format_checker=checker)
+
+
+@each_backend
+@pytest.mark.parametrize("schema", ["{}", "true"])
+@pytest.mark.parametrize("value", [None, [1, -2.5e3, 'a"b'], {"x": {"y": []}, "z": True}], ids=str)
+def test_any_json(name: str, schema: str, value: Any) -> None:
+    matcher = backend(name).compile(Grammar("json_schema", schema)).new()
+    assert all(matcher.accept(token) for token in tokenizer().encode(json.dumps(value)))
+    assert matcher.is_accepting
+
+
+@each_backend
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_text_matches_its_pattern_as_a_whole(name: str, pattern: str, drawn: Drawn) -> None:
+    for text in drawn(name, "regex", pattern):
+        assert re.fullmatch(pattern, text), text
+
+
+@each_backend
+def test_recursive_grammar(name: str, drawn: Drawn) -> None:
+    for text in drawn(name, "ebnf", EQUATION):
+        assert re.fullmatch(r'[0-9()+\-*/" ]+', text)
+        assert text.count("(") == text.count(")")
+
+
+@each_backend
+def test_palindromes(name: str, drawn: Drawn) -> None:
+    """The parser sees each character, also where one token spans several symbols."""
+    grammar = 'root ::= "a" root "a" | "b" root "b" | "-"'
+    texts = drawn(name, "ebnf", grammar)
+    assert all(text == text[::-1] and set(text) <= set("ab-") for text in texts)
+    assert max(map(len, texts)) > 1
+
+
+@each_backend
+def test_tags_in_free_text(name: str, drawn: Drawn) -> None:
+    for text in drawn(name, "structural_tag", json.dumps(TAG), end=0.05):
+        for rest in text.split("<f=")[1:]:
+            assert re.match(r"(a>\s*-?\d+\s*|b>\s*(true|false)\s*)</f>", rest), text
+
+
+@each_backend
+def test_a_begun_tag_must_be_finished(name: str) -> None:
+    library = backend(name)
+    matcher = library.compile(Grammar("structural_tag", json.dumps(TAG))).new()
+    for token in tokenizer().encode("Hello <f=b>"):
+        assert matcher.accept(token)
+    assert not matcher.is_accepting
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    library.fill_masks([matcher], masks)
+    begins = {tokenizer().decode([token]).strip()[:1] for token in allowed(masks[0])}
+    assert begins <= {"t", "f", ""}
+
+
+def test_newer_form_of_tags(drawn: Drawn) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "ok"}}
+    assert set(drawn("xgrammar", "structural_tag", json.dumps(tag))) == {"ok"}
+    with pytest.raises(BadGrammar, match="xgrammar"):
+        backend("llguidance").compile(Grammar("structural_tag", json.dumps(tag)))
+
+
+@each_backend
+def test_special_and_missing_tokens_are_never_allowed(name: str) -> None:
+    library = backend(name)
+    matcher = library.compile(Grammar("json_schema", '{"type":"string"}')).new()
+    assert matcher.accept(tokenizer().encode('"')[0])
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    library.fill_masks([matcher], masks)
+    tokens = set(allowed(masks[0]))
+    special = set(tokenizer().all_special_ids)
+    assert len(tokens) > 1000
+    assert not tokens & special
+    assert max(tokens) < len(tokenizer()) < VOCABULARY
+
+
+@each_backend
+def test_many_masks_at_once_are_those_of_each(name: str) -> None:
+    library = backend(name)
+    templates = [
+        library.compile(Grammar("regex", pattern)) for pattern in (r"\d+x", "[a-z]{3}", ".*", "(yes|no)")
+    ]
+    matchers = [templates[index % 4].new() for index in range(20)]
+    together = np.zeros((20, library.num_words), dtype=np.int32)
+    library.fill_masks(matchers, together)
+    for matcher, row in zip(matchers, together, strict=True):
+        alone = np.zeros((1, library.num_words), dtype=np.int32)
+        library.fill_masks([matcher], alone)
+        assert (alone[0] == row).all()
+
+
+@each_backend
+def test_rollback(name: str) -> None:
+    matcher = backend(name).compile(Grammar("regex", "[ab]c[de]f")).new()
+    tokens = [tokenizer().encode(letter)[0] for letter in "acdf"]
+    assert all(matcher.accept(token) for token in tokens)
+    assert matcher.is_accepting
+    matcher.rollback(2)
+    assert not matcher.is_accepting
+    assert matcher.accept(tokenizer().encode("e")[0])
+
+
+@each_backend
+def test_token_that_does_not_follow(name: str) -> None:
+    matcher = backend(name).compile(Grammar("regex", "a")).new()
+    assert not matcher.accept(tokenizer().encode("b")[0])
+
+
+@each_backend
+def test_white_space(name: str, drawn: Drawn) -> None:
+    schema = '{"type":"array","items":{"type":"boolean"},"minItems":2}'
+    library = backend(name)
+    settings: dict[str, Any] = {"grammar_backend": name, "constrained_json_disable_any_whitespace": True}
+    tight = open_backend(EngineConfig(**settings), VOCABULARY)
+    matcher = tight.compile(Grammar("json_schema", schema)).new()
+    for token in tokenizer().encode("[true,"):
+        assert matcher.accept(token)
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    tight.fill_masks([matcher], masks)
+    assert not any(tokenizer().decode([token]).startswith((" ", "\n")) for token in allowed(masks[0]))
+    assert not any(re.search(r"\s{65}", text) for text in drawn(name, "json_schema", schema))
+
+
+BAD: list[tuple[GrammarKind, str, str]] = [
+    ("regex", "(?=a)b", "look-ahead"),
+    ("regex", r"(a)\1", "references"),
+    ("regex", r"a\bb", "anchors"),
+    ("regex", r"[^\s\S]", "empty"),
+    ("json_schema", "false", "no output"),
+    ("json_schema", '{"type":"array","uniqueItems":true}', "uniqueItems"),
+    ("json_schema", '{"type":"nonsense"}', "nonsense"),
+    ("ebnf", 'root ::= "a" other', "other"),
+    ("ebnf", 'root ::= "a', "."),
+    ("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "."),
+    ("structural_tag", '{"structures":[],"triggers":["<"]}', "structures"),
+    ("structural_tag", '{"structures":[{"begin":"x","schema":{},"end":"y"}],"triggers":["<"]}', "trigger"),
+]
+
+
+@each_backend
+@pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=[text[:30] for _, text, _ in BAD])
+def test_what_cannot_be_followed_says_why(name: str, kind: GrammarKind, text: str, reason: str) -> None:
+    with pytest.raises((BadGrammar, RuntimeError), match=reason):
+        backend(name).compile(Grammar(kind, text))
+
+
+HOSTILE: list[tuple[GrammarKind, str]] = [
+    ("regex", "((a{100}){100}){100}"),
+    ("regex", "(a|b)*a(a|b){500}"),
+    ("ebnf", 'root ::= (("a"{1000}){1000}){1000}'),
+    ("ebnf", "root ::= " + '"a" ' * 50_000),
+    ("ebnf", "root ::= root"),
+    ("ebnf", 'root ::= root root | "a" | ""'),
+    ("ebnf", "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(30)) + '\na30 ::= "x"'),
+    ("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
+    ("json_schema", '{"type":"string","maxLength":1000000000}'),
+    ("json_schema", json.dumps({"enum": [f"{'x' * 90}{index}" for index in range(4000)]})),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), HOSTILE, ids=[text[:30] for _, text in HOSTILE])
+def test_hostile_grammars_cost_llguidance_little(kind: GrammarKind, text: str) -> None:
+    """They are refused or they work; a test that hangs fails by its time limit."""
+    library = backend("llguidance")
+    try:
+        matcher = library.compile(Grammar(kind, text)).new()
+    except BadGrammar:
+        return
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    library.fill_masks([matcher], masks)
+    assert matcher.error or allowed(masks[0])
+
+
+def test_counts_that_xgrammar_would_write_out() -> None:
+    pytest.importorskip("xgrammar")
+    with pytest.raises(BadGrammar, match="maxLength above 10,000"):
+        backend("xgrammar").compile(Grammar("json_schema", '{"type":"string","maxLength":1000000000}'))
+
+
+def test_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_backend(EngineConfig())
+    with pytest.raises(InvalidArgument, match=r"tokenmill\[xgrammar\]"):
+        check_backend(EngineConfig(grammar_backend="xgrammar"))
+
+
+def test_white_space_pattern_needs_llguidance() -> None:
+    pytest.importorskip("xgrammar")
+    config = EngineConfig(grammar_backend="xgrammar", constrained_json_whitespace_pattern=" ?")
+    with pytest.raises(InvalidArgument, match="constrained_json_whitespace_pattern"):
+        check_backend(config)
+
+
+@each_backend
+def test_strings_of_limited_length_have_no_control_characters(name: str) -> None:
+    library = backend(name)
+    matcher = library.compile(Grammar("json_schema", '{"type":"string","maxLength":5}')).new()
+    assert matcher.accept(tokenizer().encode('"')[0])
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    library.fill_masks([matcher], masks)
+    texts = [tokenizer().decode([token]) for token in allowed(masks[0])]
+    assert texts
+    assert not any(re.search(r"[\x00-\x1f]", text) for text in texts)

@@ -1,0 +1,106 @@
+"""The compiler's cache, its time limit, and threads that never come back; over a library made of waiting."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tokenmill.grammar import BadGrammar, Compiler
+from tokenmill.messages import Grammar
+
+pytestmark = pytest.mark.unit
+
+
+class SlowLibrary:
+    """Compiles `wait` when it is released, fails on `bad` and `broken`, and counts."""
+
+    num_words = 1
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.compiled: list[str] = []
+
+    def compile(self, grammar: Grammar) -> Any:
+        self.compiled.append(grammar.text)
+        if grammar.text == "wait":
+            self.released.wait(60)
+        if grammar.text == "bad":
+            raise BadGrammar("it is bad")
+        if grammar.text == "broken":
+            raise RuntimeError("it broke")
+        return f"template of {grammar.text}"
+
+    def fill_masks(self, matchers: Any, out: Any) -> None:
+        raise AssertionError
+
+
+def regex(text: str) -> Grammar:
+    return Grammar("regex", text)
+
+
+@pytest.fixture
+def library() -> Any:
+    library = SlowLibrary()
+    yield library
+    library.released.set()
+
+
+def test_each_text_is_compiled_once(library: SlowLibrary) -> None:
+    compiler = Compiler(lambda: library)
+    futures = [compiler.compile(regex(text)) for text in "abab"]
+    assert [future.result(10) for future in futures] == [f"template of {text}" for text in "abab"]
+    assert sorted(library.compiled) == ["a", "b"]
+    compiler.clear()
+    assert compiler.compile(regex("a")).result(10)
+    assert sorted(library.compiled) == ["a", "a", "b"]
+    compiler.close()
+
+
+def test_the_same_text_of_another_kind_is_another_grammar(library: SlowLibrary) -> None:
+    compiler = Compiler(lambda: library)
+    compiler.compile(Grammar("ebnf", "a")).result(10)
+    compiler.compile(regex("a")).result(10)
+    assert library.compiled == ["a", "a"]
+    compiler.close()
+
+
+def test_what_was_used_last_is_kept(library: SlowLibrary) -> None:
+    compiler = Compiler(lambda: library, capacity=2)
+    for text in "abaca":
+        compiler.compile(regex(text)).result(10)
+    assert library.compiled == ["a", "b", "c"]
+    compiler.close()
+
+
+@pytest.mark.parametrize("text", ["bad", "broken"])
+def test_failures_are_bad_grammars(library: SlowLibrary, text: str) -> None:
+    compiler = Compiler(lambda: library)
+    with pytest.raises(BadGrammar, match=r"it (is bad|broke)"):
+        compiler.compile(regex(text)).result(10)
+    assert compiler.compile(regex("good")).result(10) == "template of good"
+    compiler.close()
+
+
+def test_slow_grammars_are_given_up_and_block_nobody(library: SlowLibrary) -> None:
+    compiler = Compiler(lambda: library, seconds=0.05)
+    slow = [compiler.compile(Grammar(kind, "wait")) for kind in ("regex", "ebnf", "json_schema")]
+    assert compiler.compile(regex("quick")).result(10) == "template of quick"
+    for future in slow:
+        with pytest.raises(BadGrammar, match=r"longer than 0\.05 seconds"):
+            future.result(10)
+    library.released.set()
+    assert compiler.compile(regex("later")).result(10) == "template of later"
+    compiler.close()
+
+
+def test_a_library_that_cannot_be_opened_fails_every_grammar() -> None:
+    def fail() -> Any:
+        raise BadGrammar("no tokenizer")
+
+    compiler = Compiler(fail)
+    for text in "ab":
+        with pytest.raises(BadGrammar, match="no tokenizer"):
+            compiler.compile(regex(text)).result(10)
+    compiler.close()

@@ -1,0 +1,188 @@
+"""Structured output as a user sees it: the bundled model's finished outputs are always right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+import tokenmill as sgl
+from tokenmill.errors import InvalidArgument, InvalidRequest, RequestFailed
+
+pytestmark = pytest.mark.cpu
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PHONE = r"\d{3}-\d{3}-\d{4}"
+# Greedy text is likely to finish; so is what a low temperature draws.
+CALM = {"temperature": 0.5, "max_new_tokens": 120}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        {},
+        {"grammar_backend": "xgrammar"},
+        {"core_process": True},
+        {"steps_in_flight": 1, "disable_radix_cache": True},
+        {"max_total_tokens": 160, "page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16},
+    ],
+    ids=["default", "xgrammar", "process", "one step in flight", "small pool"],
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if "xgrammar" in request.param.values():
+        pytest.importorskip("xgrammar")
+    with sgl.Engine(model_path="tiny", random_seed=1, **request.param) as engine:
+        yield engine
+
+
+def is_finished(output: dict[str, Any]) -> bool:
+    return output["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def check_person(output: dict[str, Any]) -> None:
+    assert is_finished(output), output
+    jsonschema.validate(json.loads(output["text"]), PERSON)
+
+
+def test_all_kinds_in_one_batch(llm: Any) -> None:
+    tag = {"structures": [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}], "triggers": ["<n"]}
+    params = [
+        {"json_schema": PERSON},
+        {"regex": PHONE},
+        {"ebnf": 'root ::= ("yes" | "no") "!"+ | "(" root ")"'},
+        {"structural_tag": tag},
+        {},
+    ]
+    person, phone, answer, tagged, free = llm.generate(
+        ["A person named John:"] * 5, [{**CALM, **each} for each in params]
+    )
+    check_person(person)
+    assert re.fullmatch(PHONE, phone["text"])
+    assert is_finished(phone)
+    if is_finished(answer):
+        assert re.fullmatch(r"\(*(yes|no)!+\)*", answer["text"])
+    assert all(re.match(r"n>\s*-?\d+\s*</n>", rest) for rest in tagged["text"].split("<n")[1:])
+    assert free["text"]
+
+
+def test_samples_and_streams(llm: Any) -> None:
+    outputs = llm.generate("A person named John:", {**CALM, "json_schema": PERSON, "n": 4})
+    for output in outputs:
+        check_person(output)
+    texts: dict[int, str] = {}
+    for chunk in llm.generate(["Call me:"] * 3, {**CALM, "regex": PHONE}, stream=True):
+        texts[chunk["index"]] = texts.get(chunk["index"], "") + chunk["text"]
+    assert all(re.fullmatch(PHONE, text) for text in texts.values())
+
+
+def test_many_rows_with_a_pattern_each(llm: Any) -> None:
+    """In the small pool rows are preempted; their outputs go on where they stood."""
+    patterns = [rf"{index}:( \d){{24}}" for index in range(12)]
+    outputs = llm.generate(
+        ["Some numbers:"] * 12, [{"max_new_tokens": 120, "regex": pattern} for pattern in patterns]
+    )
+    for output, pattern in zip(outputs, patterns, strict=True):
+        assert is_finished(output)
+        assert re.fullmatch(pattern, output["text"])
+    if llm.config.max_total_tokens:
+        assert any(output["meta_info"]["num_retractions"] for output in outputs)
+
+
+def test_too_few_tokens(llm: Any) -> None:
+    output = llm.generate("A person:", {"json_schema": PERSON, "max_new_tokens": 3, "temperature": 0})
+    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    assert '{"name":'.startswith(re.sub(r"\s", "", output["text"])[:8])
+
+
+def test_bad_grammar_fails_alone(llm: Any) -> None:
+    async def both() -> list[Any]:
+        good = llm.async_generate("Call me:", {**CALM, "regex": PHONE})
+        bad = llm.async_generate("Call me:", {"regex": "(?=a)b"})
+        return await asyncio.gather(good, bad, return_exceptions=True)
+
+    good, bad = asyncio.run(both())
+    assert re.fullmatch(PHONE, good["text"])
+    assert isinstance(bad, InvalidRequest)
+    assert isinstance(bad, ValueError)
+    assert (bad.error_type, bad.status_code) == ("bad_grammar", 400)
+    assert "regex" in str(bad)
+    assert "look-ahead" in str(bad)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Any]:
+    with sgl.Engine(model_path="tiny") as engine:
+        yield engine
+
+
+def test_end_of_text_and_other_stops(plain: Any) -> None:
+    (stop,) = plain.get_tokenizer().encode("!")
+    eos = plain.get_tokenizer().eos_token_id
+    output = plain.generate("Hello", {"regex": "ab?c?", "max_new_tokens": 9, "stop_token_ids": [stop]})
+    assert re.fullmatch("ab?c?", output["text"])
+    assert output["meta_info"]["finish_reason"]["matched"] in (stop, eos)
+    # A stop token that the grammar allows in the middle would end an incomplete output.
+    params = {"regex": "[a!]{4}", "max_new_tokens": 9, "stop_token_ids": [stop], "temperature": 2}
+    output = plain.generate("Hello", params)
+    assert re.fullmatch("[a!]{4}", output["text"])
+
+
+def test_ignore_eos_goes_on_with_ends_of_text(plain: Any) -> None:
+    params = {"regex": "(yes|no)", "max_new_tokens": 8, "ignore_eos": True}
+    output = plain.generate("Well,", params)
+    assert output["text"] in ("yes", "no")
+    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
+    assert output["output_ids"][-1] == plain.get_tokenizer().eos_token_id
+
+
+def test_more_tokens_than_the_grammar_has(plain: Any) -> None:
+    with pytest.raises(RequestFailed, match="min_new_tokens is 50"):
+        plain.generate("Well,", {"regex": "yes", "min_new_tokens": 50, "max_new_tokens": 60})
+    output = plain.generate("Well,", {"regex": "a+", "min_new_tokens": 5, "max_new_tokens": 200})
+    assert output["meta_info"]["completion_tokens"] >= 5
+
+
+def test_a_bad_row_of_a_stream_says_why(plain: Any) -> None:
+    chunks = list(plain.generate("x", {"ebnf": "root ::= other"}, stream=True))
+    reason = chunks[-1]["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort"
+    assert "other" in reason["message"]
+
+
+def test_cache_of_grammars_is_flushed(plain: Any) -> None:
+    assert plain.generate("x", {"regex": "a"})["text"] == "a"
+    assert plain.flush_cache().success
+    assert plain.generate("x", {"regex": "a"})["text"] == "a"
+
+
+def test_grammar_and_log_probabilities(plain: Any) -> None:
+    output = plain.generate("Call me:", {**CALM, "regex": PHONE}, return_logprob=True)
+    scores = [score for score, *_ in output["meta_info"]["output_token_logprobs"]]
+    assert len(scores) == len(output["output_ids"])
+    assert all(-200 < score <= 0 for score in scores)
+
+
+def test_needs_a_tokenizer_and_a_backend() -> None:
+    with (
+        sgl.Engine(model_path="tiny", skip_tokenizer_init=True) as engine,
+        pytest.raises(InvalidArgument, match="tokenizer"),
+    ):
+        engine.generate(input_ids=[1], sampling_params={"regex": "a"})
+    with (
+        sgl.Engine(model_path="tiny", grammar_backend="none") as engine,
+        pytest.raises(InvalidArgument, match="grammar_backend='none'"),
+    ):
+        engine.generate("x", {"regex": "a"})

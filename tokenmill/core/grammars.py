@@ -1,0 +1,160 @@
+"""The grammars of one engine's requests: compiled while they wait, followed token by token while they run.
+
+Owns the matchers, and what a grammar makes of the ends of text: the ids that end a request are allowed where
+its output is complete, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache, partial
+
+import numpy as np
+
+from tokenmill.config import EngineConfig
+from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
+from tokenmill.grammar.backends import check_backend, open_backend
+from tokenmill.messages import EngineFacts, Finish, IntArray, Request, TokenMasks
+
+Words = tuple[tuple[int, np.int32], ...]
+
+_FIRST_WORDS = 8
+
+
+class Guide:
+    """One request's place in its grammar: it has seen every token that the host has, also when preempted."""
+
+    def __init__(self, matcher: Matcher, request: Request, *, end_ids: tuple[int, ...]) -> None:
+        self.matcher = matcher
+        self.end_ids = end_ids
+        # How the request ends now, because its grammar leaves it no token to draw.
+        self.finish: Finish | None = None
+        self._has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
+        # Ends that the sampler holds back until so many tokens are out.
+        self._min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
+        self._num_accepted = 0
+
+    def accept(self, token: int) -> Finish | None:
+        """Go on by a token drawn under this guide's mask; returns `finish`."""
+        self._num_accepted += 1
+        if self._has_ended or (token in self.end_ids and self.matcher.is_accepting):
+            self._has_ended = True
+        elif not self.matcher.accept(token):
+            self.finish = _broken(self.matcher.error or f"token {token} was drawn, which it does not allow")
+        return self.finish
+
+    def set_ends(self, row: IntArray, ends: Words) -> None:
+        """Complete the matcher's mask [words]: `ends` are allowed where the output is complete."""
+        if error := self.matcher.error:
+            self.finish = _broken(error)
+            return
+        if self._has_ended:
+            row[:] = 0
+        is_complete = self._has_ended or self.matcher.is_accepting
+        is_held_back = self._num_accepted < self._min_new_tokens
+        for word, bits in ends:
+            row[word] = row[word] | bits if is_complete and not is_held_back else row[word] & ~bits
+        # Where any text can follow, a byte can, and these are the first tokens of nearly all vocabularies.
+        if not row[:_FIRST_WORDS].any() and not row.any():
+            self.finish = self._stuck(is_complete)
+
+    def _stuck(self, is_complete: bool) -> Finish:
+        """The end of a request for which no token is left."""
+        if not is_complete:
+            return _broken("no token of the vocabulary can follow")
+        if self._num_accepted >= self._min_new_tokens:
+            return Finish("stop")  # the model has no end of text
+        return Finish(
+            "abort",
+            message=f"min_new_tokens is {self._min_new_tokens}, but the grammar ends the output after "
+            f"{self._num_accepted} tokens; lower min_new_tokens",
+            status_code=400,
+            error_type="bad_parameters",
+        )
+
+
+def _broken(reason: str) -> Finish:
+    message = f"the grammar could not be followed any further: {reason}"
+    return Finish("abort", message=message, status_code=500, error_type="internal")
+
+
+class Grammars:
+    """Compiles grammars and fills masks for an engine. For the loop's thread only."""
+
+    def __init__(self, compiler: Compiler, facts: EngineFacts) -> None:
+        self._compiler = compiler
+        self._num_words = -(-facts.vocab_size // 32)
+        self._eos_ids = facts.eos_token_ids
+        self._words = cache(_words)
+        self._bits: IntArray = np.zeros((0, 0), dtype=np.int32)  # masks of the step at hand
+
+    def compile(self, request: Request, done: Callable[[Guide | Finish], None]) -> None:
+        """Compile a request's grammar. `done` gets its guide or its end: now, or later in another thread."""
+        assert request.grammar is not None
+        end_ids = request.stop_ids or self._eos_ids
+
+        def tell(future: Future[Template]) -> None:
+            try:
+                done(Guide(future.result().new(), request, end_ids=end_ids))
+            except BadGrammar as error:
+                done(_refusal(request, error))
+
+        self._compiler.compile(request.grammar).add_done_callback(tell)
+
+    def masks(self, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
+        """The tokens that each slot may draw next; valid until the next call.
+
+        The row of a guide with a `finish` then means nothing.
+        """
+        backend = self._compiler.backend()
+        if self._bits.shape[0] < len(guided) or self._bits.shape[1] != backend.num_words:
+            self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
+        bits = self._bits[: len(guided)]
+        backend.fill_masks([guide.matcher for _, guide in guided], bits)
+        for word, eos_bits in self._words(self._eos_ids):
+            bits[:, word] &= ~eos_bits
+        for (_, guide), row in zip(guided, bits, strict=True):
+            guide.set_ends(row, self._words(guide.end_ids))
+        slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
+        # The tokenizer may know more ids than the model.
+        return TokenMasks(slots, bits[:, : self._num_words])
+
+    def clear(self) -> None:
+        """Forget what was compiled."""
+        self._compiler.clear()
+
+    def close(self) -> None:
+        """End the compiler's threads."""
+        self._compiler.close()
+
+
+def _words(token_ids: tuple[int, ...]) -> Words:
+    """(word, its bits) for some ids."""
+    bits: dict[int, int] = {}
+    for token in token_ids:
+        bits[token // 32] = bits.get(token // 32, 0) | 1 << token % 32
+    return tuple((word, np.int32(value - (value >> 31 << 32))) for word, value in bits.items())
+
+
+def _refusal(request: Request, error: BadGrammar) -> Finish:
+    assert request.grammar is not None
+    return Finish(
+        "abort",
+        message=f"{request.grammar.kind} cannot be used: {error}",
+        status_code=400,
+        error_type="bad_grammar",
+    )
+
+
+def build_grammars(config: EngineConfig, facts: EngineFacts) -> Grammars:
+    """Raises `InvalidArgument` if the configured backend is not there.
+
+    The library reads a large vocabulary in half a second. On a GPU, where a start takes seconds anyway, it
+    does so at once; on a CPU with the first grammar.
+    """
+    check_backend(config)
+    compiler = Compiler(partial(open_backend, config, facts.vocab_size))
+    if facts.device != "cpu" and not config.skip_tokenizer_init and config.grammar_backend != "none":
+        compiler.prepare()
+    return Grammars(compiler, facts)

@@ -1,0 +1,63 @@
+"""What a grammar library must do for us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenmill.messages import Grammar, IntArray
+
+
+class BadGrammar(Exception):
+    """A grammar that cannot be followed; the message is for the user."""
+
+
+class Matcher(Protocol):
+    """Where one output stands in its grammar. Not thread-safe; ends of text are not its business."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output is complete as it is."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """What broke inside; empty while all is well."""
+        ...
+
+    def fill_mask(self, out: IntArray) -> None:
+        """Write the allowed tokens: bit i of `out[w]` is token 32 * w + i. `out` is int32 [words]."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False if the grammar does not allow it, and then the matcher is of no use."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens accepted."""
+        ...
+
+
+class Template(Protocol):
+    """A compiled grammar."""
+
+    def new(self) -> Matcher:
+        """A matcher at the beginning of an output."""
+        ...
+
+
+class Backend(Protocol):
+    """A grammar library with one model's vocabulary. `compile` may be called from several threads at once."""
+
+    num_words: int  # length of a mask
+
+    def compile(self, grammar: Grammar) -> Template:
+        """Raises `BadGrammar` for what it cannot follow."""
+        ...
+
+    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
+        """The masks of matchers that this backend made, side by side: int32 [matchers, num_words].
+
+        A matcher that fails has an `error` then, and a row that means nothing.
+        """
+        ...

@@ -1,0 +1,324 @@
+"""Grammars in GBNF (`root ::= "a" digit*`), read here and written as Lark for llguidance.
+
+llguidance has a lexer, which takes the longest match whatever the parser would need next. So a grammar
+without recursion is written as one pattern, any other one character by character: both mean what GBNF means.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
+
+# Longer patterns are written rule by rule instead; a chain of rules can double with every link.
+_MAX_PATTERN = 50_000
+# Characters and references of all rules, with counted repetitions written out.
+_MAX_SIZE = 20_000
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_RULE = re.compile(r"[A-Za-z0-9_.-]+[ \t]*::=")
+_SPACE = re.compile(r"(?:\s+|#[^\n]*)*")
+_COUNT = re.compile(r"\{\s*(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))"
+)
+_PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
+_ESCAPED_AS_ITSELF = set("\"'\\[]-^/?.*+(){}|$")
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character out of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Another rule."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One part after the other."""
+
+    parts: list[Expression]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several."""
+
+    options: list[Expression]
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """From `low` to `high` times; None: without end."""
+
+    body: Expression
+    low: int
+    high: int | None
+
+
+Expression = Characters | Reference | Sequence | Choice | Repetition
+
+
+def lark_of(text: str) -> str:
+    """The grammar in llguidance's Lark. Raises `BadGrammar` with the line of a mistake."""
+    try:
+        rules = _Reader(text).rules()
+        _check_references(rules)
+        if (size := sum(map(_size, rules.values()))) > _MAX_SIZE:
+            raise BadGrammar(
+                f"it has {size:,} parts with its repetitions written out, the limit is {_MAX_SIZE:,}; use "
+                "smaller counts, * or +"
+            )
+        pattern = _Pattern(rules).write()
+        return f"start: /{pattern}/" if pattern is not None else _write_rules(rules)
+    except RecursionError:
+        raise BadGrammar(
+            "it is nested too deeply; use fewer parentheses or shorter chains of rules"
+        ) from None
+
+
+def _check_references(rules: dict[str, Expression]) -> None:
+    if "root" not in rules:
+        raise BadGrammar("it has no rule `root`")
+    for name, rule in rules.items():
+        for missing in _references(rule) - rules.keys():
+            raise BadGrammar(f"rule {name!r} uses {missing!r}, which no rule defines")
+
+
+def _size(expression: Expression) -> int:
+    match expression:
+        case Sequence(parts) | Choice(parts):
+            return 1 + sum(map(_size, parts))
+        case Repetition(body, low, high):
+            return max(1, low, high or 0) * _size(body)
+        case _:
+            return 1
+
+
+def _references(expression: Expression) -> set[str]:
+    match expression:
+        case Reference(name):
+            return {name}
+        case Sequence(parts) | Choice(parts):
+            return {name for part in parts for name in _references(part)}
+        case Repetition(body):
+            return _references(body)
+        case Characters():
+            return set()
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _Reader:
+    """Reads rules from a text, from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def rules(self) -> dict[str, Expression]:
+        found: dict[str, Expression] = {}
+        self._skip(_SPACE)
+        while self._at < len(self._text):
+            if not _RULE.match(self._text, self._at):
+                raise self._error("expected `name ::= ...`")
+            name = self._take(_NAME)
+            if name in found:
+                raise self._error(f"rule {name!r} is there twice")
+            self._skip(re.compile(r"[ \t]*::="))
+            found[name] = self._choice()
+        return found
+
+    def _choice(self) -> Expression:
+        options = [self._sequence()]
+        while self._next("|"):
+            options.append(self._sequence())
+        return options[0] if len(options) == 1 else Choice(options)
+
+    def _sequence(self) -> Expression:
+        """Parts up to `|`, `)`, the next rule or the end."""
+        parts: list[Expression] = []
+        while True:
+            self._skip(_SPACE)
+            if self._at == len(self._text) or self._text[self._at] in "|)":
+                break
+            if _RULE.match(self._text, self._at):
+                break
+            parts.append(self._repeated(self._part()))
+        return parts[0] if len(parts) == 1 else Sequence(parts)
+
+    def _part(self) -> Expression:
+        sign = self._text[self._at]
+        if sign == '"':
+            return self._literal()
+        if sign == "[":
+            return self._class()
+        if self._next("."):
+            return Characters(complement([(10, 10)]))
+        if self._next("("):
+            inside = self._choice()
+            if not self._next(")"):
+                raise self._error("expected `)`")
+            return inside
+        if not _NAME.match(self._text, self._at):
+            raise self._error(f"unexpected {sign!r}")
+        return Reference(self._take(_NAME))
+
+    def _repeated(self, part: Expression) -> Expression:
+        for sign, low, high in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
+            if self._text.startswith(sign, self._at):
+                self._at += 1
+                return self._repeated(Repetition(part, low, high))
+        if not self._text.startswith("{", self._at):
+            return part
+        count = _COUNT.match(self._text, self._at)
+        if count is None or not (count[1] or count[3]):
+            raise self._error("expected {count}, {least,} or {least,most}")
+        self._at = count.end()
+        low = int(count[1] or 0)
+        high = (int(count[3]) if count[3] else None) if count[2] else low
+        if high is not None and high < low:
+            raise self._error(f"a repetition counts from {low} to {high}")
+        return self._repeated(Repetition(part, low, high))
+
+    def _literal(self) -> Expression:
+        self._at += 1
+        codes: list[int] = []
+        while not self._text.startswith('"', self._at):
+            codes.append(self._character())
+        self._at += 1
+        return Sequence([Characters([(code, code)]) for code in codes])
+
+    def _class(self) -> Expression:
+        self._at += 1
+        negated = self._text.startswith("^", self._at)
+        self._at += negated
+        ranges: Ranges = []
+        while not self._text.startswith("]", self._at):
+            low = high = self._character()
+            if self._text.startswith("-", self._at) and not self._text.startswith("]", self._at + 1):
+                self._at += 1
+                high = self._character()
+                if high < low:
+                    raise self._error("a range of characters runs backwards")
+            ranges.append((low, high))
+        self._at += 1
+        return Characters(complement(merge(ranges)) if negated else merge(ranges))
+
+    def _character(self) -> int:
+        if self._at >= len(self._text) or self._text[self._at] == "\n":
+            raise self._error("a string or class has no end")
+        if self._text[self._at] != "\\":
+            self._at += 1
+            return ord(self._text[self._at - 1])
+        escape = _ESCAPE.match(self._text, self._at)
+        if escape is None:
+            raise self._error("a backslash stands alone")
+        number = escape[1] or escape[2] or escape[3] or escape[4]
+        plain = escape[5]
+        if number is None and plain not in _PLAIN_ESCAPES and plain not in _ESCAPED_AS_ITSELF:
+            raise self._error(f"unknown escape \\{plain}")
+        code = int(number, 16) if number else ord(_PLAIN_ESCAPES.get(plain, plain))
+        if code > LAST:
+            raise self._error("there is no such character")
+        self._at = escape.end()
+        return code
+
+    def _next(self, sign: str) -> bool:
+        self._skip(_SPACE)
+        found = self._text.startswith(sign, self._at)
+        self._at += len(sign) * found
+        return found
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        if (match := pattern.match(self._text, self._at)) is not None:
+            self._at = match.end()
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        match = pattern.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+        return match[0]
+
+    def _error(self, what: str) -> BadGrammar:
+        line = self._text.count("\n", 0, self._at) + 1
+        return BadGrammar(f"line {line}: {what}")
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _Pattern:
+    """The whole grammar as one regular expression, if it has no recursion and stays short."""
+
+    def __init__(self, rules: dict[str, Expression]) -> None:
+        self._rules = rules
+        self._written: dict[str, str | None] = {}
+
+    def write(self) -> str | None:
+        return self._rule("root")
+
+    def _rule(self, name: str) -> str | None:
+        if name not in self._written:
+            self._written[name] = None  # what comes back here is recursive
+            self._written[name] = self._expression(self._rules[name])
+        return self._written[name]
+
+    def _expression(self, expression: Expression) -> str | None:
+        match expression:
+            case Characters(ranges):
+                return char_class(ranges)
+            case Reference(name):
+                return self._rule(name)
+            case Sequence(parts):
+                return self._joined(parts, "")
+            case Choice(options):
+                return self._joined(options, "|")
+            case Repetition(body, low, high):
+                inside = self._expression(body)
+                return None if inside is None else f"(?:{inside}){_count(low, high)}"
+
+    def _joined(self, parts: list[Expression], sign: str) -> str | None:
+        written: list[str] = []
+        length = 0
+        for part in parts:
+            each = self._expression(part)
+            if each is None or (length := length + len(each)) > _MAX_PATTERN:
+                return None
+            written.append(each)
+        return f"(?:{sign.join(written)})"
+
+
+def _count(low: int, high: int | None) -> str:
+    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get(
+        (low, high), f"{{{low},{'' if high is None else high}}}"
+    )
+
+
+def _write_rules(rules: dict[str, Expression]) -> str:
+    names = {name: f"rule_{index}" for index, name in enumerate(rules)}
+    lines = [f"{names[name]}: {_lark(rule, names)}" for name, rule in rules.items()]
+    return "\n".join([f"start: {names['root']}", *lines])
+
+
+def _lark(expression: Expression, names: dict[str, str]) -> str:
+    match expression:
+        case Characters(ranges):
+            return f"/{char_class(ranges)}/"
+        case Reference(name):
+            return names[name]
+        case Sequence(parts):
+            return " ".join(f"({_lark(part, names)})" for part in parts) if parts else '""'
+        case Choice(options):
+            return " | ".join(f"({_lark(option, names)})" for option in options)
+        case Repetition(body, low, high):
+            return f"({_lark(body, names)}){_count(low, high)}"

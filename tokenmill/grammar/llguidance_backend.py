@@ -1,0 +1,173 @@
+"""Grammars followed by llguidance: next to nothing to compile, masks computed as they are needed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from tokenmill.config import EngineConfig
+from tokenmill.grammar.base import BadGrammar, Matcher
+from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
+from tokenmill.grammar.vocabulary import read_vocabulary
+from tokenmill.messages import Grammar, IntArray
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Room for large schemas; what needs more is hostile or hopeless.
+_MAX_LEXER_STATES = 50_000
+# Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
+# a mask takes longer than this.
+_SLOW_SECONDS = 2e-4
+
+
+class LlguidanceMatcher:
+    """See `Matcher`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.inner = matcher
+
+    @property
+    def is_accepting(self) -> bool:
+        """See `Matcher`."""
+        return bool(self.inner.is_accepting())
+
+    @property
+    def error(self) -> str:
+        """See `Matcher`."""
+        return _reason(self.inner) if self.inner.is_error() else ""
+
+    def fill_mask(self, out: IntArray) -> None:
+        """See `Matcher`."""
+        self.inner.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+
+    def accept(self, token: int) -> bool:
+        """See `Matcher`."""
+        return bool(self.inner.consume_token(token))
+
+    def rollback(self, count: int) -> None:
+        """See `Matcher`."""
+        self.inner.rollback(count)
+
+
+class LlguidanceTemplate:
+    """See `Template`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._first = matcher
+
+    def new(self) -> LlguidanceMatcher:
+        """See `Template`."""
+        return LlguidanceMatcher(self._first.deep_copy())
+
+
+class LlguidanceBackend:
+    """See `Backend`."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        vocabulary = read_vocabulary(config)
+        num_tokens = max(vocab_size, vocabulary.num_tokens)
+        self.num_words = -(-num_tokens // 32)
+        # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
+        self._end_id = vocabulary.end_id
+        self._tokenizer = LLTokenizer(vocabulary.document, n_vocab=num_tokens, eos_token=self._end_id)
+        self._threads = LLExecutor()
+        self._mask_seconds = 0.0  # that one took last time
+        self._json_options = _json_options(config)
+
+    def compile(self, grammar: Grammar) -> LlguidanceTemplate:
+        """See `Backend`."""
+        source = self._source(grammar)
+        matcher = LLMatcher(
+            self._tokenizer, source, log_level=0, limits=LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
+        )
+        # What is too complex shows when the first mask is computed; the copies find its work done.
+        if not matcher.is_error():
+            first: IntArray = np.zeros(self.num_words, dtype=np.int32)
+            matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+            if not matcher.is_error() and not first.any() and not matcher.is_accepting():
+                raise BadGrammar("no output can follow it")
+        if matcher.is_error():
+            raise BadGrammar(_reason(matcher))
+        return LlguidanceTemplate(matcher)
+
+    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
+        """See `Backend`."""
+        began = time.perf_counter()
+        if self._mask_seconds > _SLOW_SECONDS:
+            rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+            self._threads.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
+        else:
+            for matcher, row in zip(matchers, out, strict=True):
+                matcher.fill_mask(row)
+        self._mask_seconds = (time.perf_counter() - began) / max(1, len(matchers))
+        out.view(np.uint32)[:, self._end_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end_id % 32)
+
+    def _source(self, grammar: Grammar) -> str:
+        match grammar.kind:
+            case "json_schema":
+                return self._json(grammar.text)
+            case "regex":
+                return str(LLMatcher.grammar_from_regex(translate(grammar.text)))
+            case "ebnf":
+                return str(LLMatcher.grammar_from_lark(lark_of(grammar.text)))
+            case "structural_tag":
+                return self._tags(grammar.text)
+
+    def _json(self, text: str) -> str:
+        schema = {"anyOf": [{}]} if text == "true" else json.loads(text)
+        if schema is False:
+            raise BadGrammar("the schema `false` allows no output")
+        try:
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options))
+        except ValueError as error:
+            raise BadGrammar(str(error)) from None
+
+    def _tags(self, text: str) -> str:
+        """Free text up to a trigger, then one of the tags that begin with it, and so on."""
+        tags = read_legacy(text)
+        rules = [
+            "%llguidance {}",
+            f"start: ({' | '.join(f'tag{index}' for index in range(len(tags)))})* TEXT",
+            r"TEXT: /(?s:.*)/",
+        ]
+        for index, tag in enumerate(tags):
+            rest = tag.begin.removeprefix(tag.trigger)
+            schema = json.dumps(_with_options(tag.schema, self._json_options))
+            rules.append(f"head{index}[lazy]: TEXT {_quoted(tag.trigger)}")
+            rules.append(f"tag{index}: head{index} {_quoted(rest)} %json {schema} {_quoted(tag.end)}")
+        return str(LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _json_options(config: EngineConfig) -> JsonCompileOptions:
+    if config.constrained_json_disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    # A model that has lost the thread writes spaces for ever if it may.
+    pattern = config.constrained_json_whitespace_pattern
+    return {"whitespace_pattern": pattern or rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
+
+
+def _with_options(schema: Any, options: JsonCompileOptions) -> Any:
+    """A schema that carries its own options, for where none can be given beside it."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return {**schema, "x-guidance": options}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The library's message without its state and the grammar."""
+    message = str(matcher.get_error()).partition("<state>")[0].strip()
+    if message.startswith("NoExtension"):
+        return "no output can follow it"
+    return message[:300] or str(matcher.stop_reason())

@@ -1,0 +1,154 @@
+"""Regular expressions of Python, rewritten in the few signs that every grammar library reads alike.
+
+What is written is a pattern for the whole output: literals, classes of code points, groups, `|` and counted
+repetitions. Classes are computed by Python itself, so that `re.fullmatch` agrees with what a library allows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from re import _constants, _parser  # type: ignore[attr-defined]
+from typing import Any
+
+from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
+
+_NEWLINE: Ranges = [(10, 10)]
+_ENDLESS = _constants.MAXREPEAT
+_REFUSED = {
+    _constants.ASSERT: "look-ahead and look-behind",
+    _constants.ASSERT_NOT: "look-ahead and look-behind",
+    _constants.GROUPREF: "references to groups",
+    _constants.GROUPREF_EXISTS: "references to groups",
+    _constants.POSSESSIVE_REPEAT: "possessive repetitions",
+    _constants.ATOMIC_GROUP: "atomic groups",
+}
+_STARTS = (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
+_ENDS = (_constants.AT_END, _constants.AT_END_STRING)
+
+
+def translate(pattern: str) -> str:
+    """The pattern in those signs. Raises `BadGrammar` for what has no such form."""
+    tree = _parser.parse(pattern)
+    return _sequence(tree, tree.state.flags, first=True, last=True)
+
+
+def _sequence(tree: Any, flags: int, *, first: bool, last: bool) -> str:
+    """`first` and `last` say whether the output begins and ends with it, so that anchors hold there."""
+    items = list(tree)
+    # What consumes nothing (an anchor) does not move the beginning or the end.
+    consumes = [operation is not _constants.AT for operation, _ in items]
+    return "".join(
+        _item(
+            operation,
+            argument,
+            flags,
+            first=first and not any(consumes[:at]),
+            last=last and not any(consumes[at + 1 :]),
+        )
+        for at, (operation, argument) in enumerate(items)
+    )
+
+
+def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool) -> str:
+    if operation in _REFUSED:
+        raise BadGrammar(f"{_REFUSED[operation]} cannot be followed token by token; write it without them")
+    if operation is _constants.AT:
+        return _anchor(argument, first=first, last=last)
+    if operation is _constants.BRANCH:
+        return _group("|".join(_sequence(each, flags, first=first, last=last) for each in argument[1]))
+    if operation is _constants.SUBPATTERN:
+        _, added, removed, body = argument
+        return _group(_sequence(body, (flags | added) & ~removed, first=first, last=last))
+    if operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+        low, high, body = argument
+        once = high == 1
+        inside = _sequence(body, flags, first=first and once, last=last and once)
+        is_one = len(body) == 1 and body[0][0] not in (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+        return (inside if is_one and inside else _group(inside)) + _count(low, high)
+    return char_class(_characters(operation, argument, flags))
+
+
+def _group(body: str) -> str:
+    return f"(?:{body})"
+
+
+def _count(low: int, high: int) -> str:
+    if high is _ENDLESS:
+        return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
+    return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
+
+
+def _anchor(where: Any, *, first: bool, last: bool) -> str:
+    if (where in _STARTS and first) or (where in _ENDS and last):
+        return ""
+    raise BadGrammar(
+        "anchors inside the pattern (^, $, \\b) cannot be followed; the whole output matches the pattern, "
+        "so ^ and $ are not needed"
+    )
+
+
+# ── sets of code points ───────────────────────────────────────────────────────────────────────
+
+
+def _characters(operation: Any, argument: Any, flags: int) -> Ranges:
+    """What one character of a pattern may be."""
+    if operation is _constants.ANY:
+        return [(0, LAST)] if flags & re.DOTALL else complement(_NEWLINE)
+    if operation is _constants.LITERAL:
+        return _with_cases([(argument, argument)], flags)
+    if operation is _constants.NOT_LITERAL:
+        return _without([(argument, argument)], flags)
+    assert operation is _constants.IN, operation
+    negated = argument[0][0] is _constants.NEGATE
+    parts = [_member(kind, value, flags, negated=negated) for kind, value in argument[negated:]]
+    ranges = merge(each for part in parts for each in part)
+    return _without(ranges, flags) if negated else _with_cases(ranges, flags)
+
+
+def _member(operation: Any, argument: Any, flags: int, *, negated: bool) -> Ranges:
+    if operation is _constants.CATEGORY:
+        name = str(argument).rpartition("CATEGORY_")[2]
+        # Who asks for digits wants 0 to 9, not those of sixty other scripts, which `\d` matches, too.
+        plain = name == "DIGIT" and not negated
+        return _category(name, plain or bool(flags & re.ASCII))
+    return [(argument, argument)] if operation is _constants.LITERAL else [argument]
+
+
+@cache
+def _category(name: str, ascii_only: bool) -> Ranges:
+    """\\d, \\w, \\s and their opposites, as this Python understands them."""
+    if name.startswith("NOT_"):
+        return complement(_category(name.removeprefix("NOT_"), ascii_only))
+    tests: dict[str, Callable[[str], bool]] = {
+        "DIGIT": str.isdecimal,
+        "SPACE": str.isspace,
+        "WORD": lambda character: character.isalnum() or character == "_",
+    }
+    test = tests[name]
+    # The four separators below the space are white space for `str`, but not for ASCII patterns.
+    hidden = range(0x1C, 0x20) if ascii_only and name == "SPACE" else ()
+    last = 127 if ascii_only else LAST
+    return merge((code, code) for code in range(last + 1) if test(chr(code)) and code not in hidden)
+
+
+def _with_cases(ranges: Ranges, flags: int) -> Ranges:
+    """With the other case of each letter, where case does not count: of single letters, and of a to z."""
+    if not flags & re.IGNORECASE:
+        return ranges
+    others = [
+        ord(other)
+        for low, high in ranges
+        for code in (range(low, high + 1) if high - low < 26 else range(low, min(high, 127) + 1))
+        for other in {chr(code).lower(), chr(code).upper()}
+        if len(other) == 1 and (not flags & re.ASCII or (code < 128 and ord(other) < 128))
+    ]
+    return merge([*ranges, *((code, code) for code in others)])
+
+
+def _without(ranges: Ranges, flags: int) -> Ranges:
+    """What is not in the ranges; where case does not count, of ASCII only, whose cases are plain."""
+    rest = complement(_with_cases(ranges, flags))
+    return [(low, min(high, 127)) for low, high in rest if low < 128] if flags & re.IGNORECASE else rest
