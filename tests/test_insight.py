@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -198,6 +199,40 @@ def test_samples_of_a_prompt_share_its_logprobs(llm: sgl.Engine) -> None:
             assert index % 3 == 0 or meta[key] is not first[key]
         assert len(meta["output_token_logprobs"]) == 3
         assert meta["cached_tokens"] == (0 if index % 3 == 0 else (meta["prompt_tokens"] - 1) // 16 * 16)
+
+
+def test_long_outputs_are_the_same_however_they_are_asked_for(llm: sgl.Engine) -> None:
+    """Results are made piece by piece while others run: of a batch, of one prompt, in an event loop."""
+    params = [{**GREEDY, "max_new_tokens": count} for count in (64, 200, 1, 129)]
+    wishes: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}
+    wishes["token_ids_logprob"] = [[4, 8], [], [9], [1, 2, 3]]
+    batch = llm.generate(input_ids=PROMPTS, sampling_params=params, **wishes)
+    in_loop = asyncio.run(llm.async_generate(input_ids=PROMPTS, sampling_params=params, **wishes))
+    for index, (result, other) in enumerate(zip(batch, in_loop, strict=True)):
+        mine = {**wishes, "token_ids_logprob": wishes["token_ids_logprob"][index]}
+        chunks = llm.generate(input_ids=PROMPTS[index], sampling_params=params[index], stream=True, **mine)
+        metas = [chunk["meta_info"] for chunk in chunks]
+        meta = result["meta_info"]
+        assert len(meta["output_token_logprobs"]) == params[index]["max_new_tokens"]
+        for key in [key for key in meta if "logprobs" in key]:
+            same_entries(meta[key], other["meta_info"][key])
+            if key.startswith("input"):
+                same_entries(meta[key], metas[-1][key])
+            elif key != "output_token_logprobs_length":
+                same_entries(meta[key], [entry for chunk in metas for entry in chunk[key]])
+
+
+def same_entries(found: Any, expected: Any) -> None:
+    """The same tokens in the same lists, and values that differ only as batches do."""
+    assert type(found) is type(expected)
+    if isinstance(found, float):
+        assert found == pytest.approx(expected, abs=1e-4)
+    elif isinstance(found, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            same_entries(one, other)
+    else:
+        assert found == expected
 
 
 def test_what_cannot_be_asked_for(llm: sgl.Engine) -> None:

@@ -91,6 +91,7 @@ class Answers:
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.times: dict[str, Any] = {}
+        self.delivered: Callable[[], None] = lambda: None  # in the core's thread, after each delivery
         self._changed = threading.Condition()
 
     def deliver(self, outputs: Sequence[Output]) -> None:
@@ -103,6 +104,7 @@ class Answers:
                 if output.finish is not None:
                     self.finished[output.request_id] = output.finish.kind
             self._changed.notify_all()
+        self.delivered()
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -228,8 +230,19 @@ def test_weights_that_do_not_fit_are_reported(core: CoreThread, mill: VersionedM
 
 
 def run_until_some_tokens(core: CoreThread, answers: Answers, name: str = "a") -> None:
+    """The next thing that the core learns is the test's next call, however slow the test is."""
+    met = threading.Event()
+
+    def meet() -> None:
+        if len(answers.tokens.get(name, [])) >= 3 and not met.is_set():
+            met.set()
+            deadline = time.monotonic() + 10
+            while not core._calls and time.monotonic() < deadline:  # until the call is in the inbox
+                time.sleep(0.001)
+
+    answers.delivered = meet
     core.submit([request(name, max_new_tokens=100)])
-    answers.wait(lambda: len(answers.tokens.get(name, [])) >= 3)
+    assert met.wait(10)
 
 
 def test_paused_in_place_nothing_moves_until_it_goes_on(

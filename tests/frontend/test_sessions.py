@@ -639,7 +639,7 @@ def test_a_session_answers_as_one_long_prompt_does(tiny_engine: Any) -> None:
 
 def test_a_turn_that_is_refused_costs_nothing(tiny_engine: Any) -> None:
     s = {"id": tiny_engine.open_session(40)}
-    tiny_engine.generate("My name is Alice.", {"max_new_tokens": 1}, session_params=s)
+    tiny_engine.generate("My name is Alice.", {**GREEDY, "max_new_tokens": 1}, session_params=s)
     with pytest.raises(sgl.InvalidArgument, match="capacity_of_str_len"):
         tiny_engine.generate("What is my name? " * 9, GREEDY, session_params=s)
     with pytest.raises(sgl.InvalidArgument, match="capacity_of_str_len"):

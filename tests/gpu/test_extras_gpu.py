@@ -99,7 +99,7 @@ def test_masks_and_processors_join_captured_steps(make_model: Callable[..., Path
     assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("num_top", [0, 5, 40])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 32, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logprobs_of_large_vocabularies(num_top: int, dtype: torch.dtype) -> None:
     from tokenmill.sampling.logprobs import token_logprobs

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tokenmill.kernels.penalty import IN_PROMPT, penalize_torch
-from tokenmill.sampling.logprobs import TokenLogprobs, token_logprobs
+from tokenmill.sampling.logprobs import TokenLogprobs, pack_on_gpu, token_logprobs
 from tokenmill.sampling.masks import apply_masks_torch
 
-pytestmark = pytest.mark.cpu
+pytestmark = [
+    pytest.mark.cpu,
+    # Triton's interpreter turns one-element arrays into loop bounds.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 
 VOCABULARY = 5000  # more than one block, the last one not full
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,27 +83,80 @@ def test_masks(triton_device: str, dtype: torch.dtype, num_words: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_top", [0, 1, 4, 64])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 32, 40])
 def test_logprobs(triton_device: str, dtype: torch.dtype, num_top: int) -> None:
-    from tokenmill.kernels import triton_logprobs
+    logits = make_logits(triton_device, 4, dtype)
+    logits[2] = logits[2].round()  # ties, between stripes and within them
+    temperatures = torch.tensor([1.0, 0.3, 2.0, 1.0], device=triton_device)
+    tokens = torch.tensor([7, 4998, 12, 0], device=triton_device)
+    given = torch.tensor([[1, 2], [3, 3], [4999, 0], [7, 4999]], device=triton_device)
+    plain = logprobs_of(logits, temperatures, tokens, given, num_top)
+    found = packed(logits, temperatures, tokens, given, num_top)
+    assert_same(found, plain)
+    if num_top <= 32:  # more are sorted, in any order of equals
+        assert found.top_ids_RK.tolist() == likeliest(logits, num_top)
+    clean = logits.float().nan_to_num(nan=-torch.inf)
+    torch.testing.assert_close(
+        clean.gather(1, found.top_ids_RK.long()), clean.topk(num_top, dim=1).values, rtol=0, atol=0
+    )
+    assert_same(found, packed(logits.t().contiguous().t(), temperatures, tokens, given, num_top))
 
-    logits = make_logits(triton_device, 3, dtype)
-    temperatures = torch.tensor([1.0, 0.3, 2.0], device=triton_device)
-    tokens = torch.tensor([7, 4998, 12], device=triton_device)
-    given = torch.tensor([[1, 2], [3, 3], [4999, 0]], device=triton_device)
-    expected = logprobs_of(logits, temperatures, tokens, given, num_top)
-    maxima, sums, values, ids = triton_logprobs.summarize(logits, temperatures, num_top=num_top)
-    assert maxima.shape == sums.shape == (3, 2)
-    clean = logits.float().nan_to_num(nan=-torch.inf, posinf=2.0**127, neginf=-torch.inf)
-    best = values.topk(num_top, dim=1)
-    found_ids = ids.gather(1, best.indices)
-    torch.testing.assert_close(clean.gather(1, found_ids), best.values, rtol=0, atol=0)
-    torch.testing.assert_close(best.values, clean.topk(num_top, dim=1).values, rtol=0, atol=0)
-    total = (sums * ((maxima - maxima.amax(1, keepdim=True)) / temperatures[:, None]).exp()).sum(1)
-    normalizer = maxima.amax(1) / temperatures + total.log()
-    reference = (clean / temperatures[:, None]).logsumexp(1)
-    torch.testing.assert_close(normalizer, reference, rtol=1e-5, atol=1e-4)
-    assert expected.top_RK.shape == (3, num_top)
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 40, 4096, 4097])
+def test_logprobs_of_vocabularies_of_any_size(triton_device: str, vocab_size: int) -> None:
+    """The likeliest may be all there are, and stand in the last stripe or in one that is not full."""
+    logits = torch.full((3, vocab_size), 1.5, device=triton_device)
+    logits[0, vocab_size - 1] = 2.0
+    logits[1] = -torch.inf
+    logits[2, 0] = torch.inf
+    tokens, given = torch.zeros(3, dtype=torch.int64), torch.full((3, 300), vocab_size - 1)
+    tokens, given, ones = tokens.to(triton_device), given.to(triton_device), torch.ones(3).to(triton_device)
+    num_top = min(32, vocab_size)
+    found = packed(logits, ones, tokens, given, num_top)
+    assert_same(found, token_logprobs(logits.cpu(), ones.cpu(), tokens.cpu(), given.cpu(), num_top=num_top))
+    assert found.top_ids_RK.tolist() == likeliest(logits, num_top)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_likeliest_among_many_equals(triton_device: str, data: st.DataObject) -> None:
+    """Few values, on few places: everything is a tie or impossible."""
+    places = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=12, unique=True))
+    values = data.draw(
+        st.lists(st.sampled_from([3.0, 2.0, math.inf, math.nan]), min_size=len(places), max_size=len(places))
+    )
+    logits = torch.full((1, VOCABULARY), data.draw(st.sampled_from([-math.inf, -1.0])))
+    logits[0, places] = torch.tensor(values)
+    num_top = data.draw(st.integers(1, 8))
+    nothing = torch.zeros((1, 0), dtype=torch.int64, device=triton_device)
+    token, one = torch.tensor([9], device=triton_device), torch.ones(1, device=triton_device)
+    found = packed(logits.to(triton_device), one, token, nothing, num_top)
+    assert found.tokens_R.tolist() == [9]
+    assert found.top_ids_RK.tolist() == likeliest(logits, num_top)
+    assert_same(found, token_logprobs(logits, one.cpu(), token.cpu(), nothing.cpu(), num_top=num_top))
+
+
+def packed(
+    logits: torch.Tensor, temperatures: torch.Tensor, tokens: torch.Tensor, given: torch.Tensor, num_top: int
+) -> TokenLogprobs:
+    """What the kernels make of them."""
+    columns = pack_on_gpu(logits, temperatures, tokens, given, num_top=num_top)
+    return TokenLogprobs(columns, num_top)
+
+
+def assert_same(found: TokenLogprobs, expected: TokenLogprobs) -> None:
+    """All but the ids of the likeliest, which may differ where there are ties."""
+    assert found.packed_RC.shape == expected.packed_RC.shape
+    assert found.tokens_R.tolist() == expected.tokens_R.tolist()
+    for name in ("token_R", "top_RK", "given_RI"):
+        values = (getattr(found, name).cpu(), getattr(expected, name).cpu())
+        torch.testing.assert_close(*values, rtol=1e-5, atol=1e-4)
+
+
+def likeliest(logits: torch.Tensor, num_top: int) -> list[list[int]]:
+    """Their ids, of equals the lowest first."""
+    clean = logits.cpu().float().nan_to_num(nan=-torch.inf, posinf=2.0**127, neginf=-torch.inf)
+    return [ids[:num_top] for ids in clean.argsort(dim=1, descending=True, stable=True).tolist()]
 
 
 def logprobs_of(
@@ -107,6 +172,20 @@ def logprobs_of(
     torch.testing.assert_close(found.given_RI.double(), plain.gather(1, given), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found.top_RK.double(), plain.topk(num_top, dim=1).values, rtol=1e-5, atol=1e-4)
     return found
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """Nothing lies in local memory, and many programs run beside each other."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_logprobs.py")
+    finished = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    for name, facts in json.loads(finished.stdout).items():
+        assert facts["stack"] == 0, (name, facts)
+        assert facts["registers"] <= (128 if name.startswith("pack") else 32), (name, facts)
 
 
 def test_logprobs_of_a_row_in_which_nothing_is_possible() -> None:

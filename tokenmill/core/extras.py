@@ -6,15 +6,13 @@ Owned by its `RequestState`; written by the scheduler only. Most requests have n
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from tokenmill.core.logprob_ledger import LogprobLine
 from tokenmill.messages import FloatArray, Insight, LogprobOptions, Logprobs, Request, RowExtras
-
-# The log-probability of a token, those of the likeliest and their ids, those of given ids.
-LogprobRow = tuple[float, list[float], list[int], list[float]]
 
 _NO_PROCESSOR_PARAMS: dict[str, Any] = {}
 
@@ -48,7 +46,8 @@ class RequestExtras:
         self._prompt_hidden: list[FloatArray] = []
         self._next_hidden = 0 if request.hidden_states == "all" else self._num_prompt
         self._is_prompt_told = False
-        self._logprobs: list[LogprobRow] = []  # of tokens not reported yet
+        # Of tokens not reported yet; None: they are to be shown without.
+        self.logprob_line = None if options is None else LogprobLine(options)
         self._hidden: list[FloatArray] = []  # [1, hidden] each
         self.next_token: int | None = None  # see `Insight`
         self._processor_params = self._params_of_processor()
@@ -57,11 +56,6 @@ class RequestExtras:
     def waits_for_tokens(self) -> bool:
         """Whether the host must know all tokens before the next is drawn."""
         return self._request.processor is not None or self._request.grammar is not None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether each token is to be shown with log-probabilities."""
-        return self._request.logprobs is not None
 
     @property
     def most_cached(self) -> int | None:
@@ -92,10 +86,6 @@ class RequestExtras:
 
     # ── what was shown ──
 
-    def show_logprobs(self, row: LogprobRow) -> None:
-        """Of the token that is known next."""
-        self._logprobs.append(row)
-
     def show_prompt_logprobs(self, position: int, logprobs: Logprobs) -> None:
         """Of prompt positions from this one on."""
         known, count = self._next_logprob - position, len(logprobs.token_N)
@@ -115,12 +105,14 @@ class RequestExtras:
 
     def insight(self, *, is_last: bool) -> Insight:
         """Everything not reported yet; it belongs to the tokens not reported yet."""
-        logprobs, self._logprobs = self._logprobs, []
-        options = self._request.logprobs
+        options, line = self._request.logprobs, self.logprob_line
+        logprobs = None if line is None else line.take()
+        if line is not None and is_last:
+            line.close()
         told, self._is_prompt_told = self._is_prompt_told, True
         return Insight(
             prompt_logprobs=None if told or options is None else self._all_prompt_logprobs(options),
-            logprobs=None if options is None else _gathered(logprobs, options),
+            logprobs=logprobs,
             next_token=self.next_token,
             hidden_states=self._take_hidden(with_prompt=not told, is_last=is_last),
         )
@@ -176,29 +168,4 @@ def _unknown(options: LogprobOptions) -> Logprobs:
         top_NK=np.full((1, num_top), np.nan, dtype=np.float32),
         top_ids_NK=np.full((1, num_top), -1, dtype=np.int32),
         given_NI=np.full((1, num_given), np.nan, dtype=np.float32),
-    )
-
-
-def logprob_rows(logprobs: Logprobs) -> Iterable[LogprobRow]:
-    """The positions one by one: to pick lists apart is much quicker than to slice arrays."""
-    return zip(
-        logprobs.token_N.tolist(),
-        logprobs.top_NK.tolist(),
-        logprobs.top_ids_NK.tolist(),
-        logprobs.given_NI.tolist(),
-        strict=True,
-    )
-
-
-def _gathered(rows: list[LogprobRow], options: LogprobOptions) -> Logprobs:
-    """The columns of rows that may be wider than this request wants."""
-    if not rows:
-        return _unknown(options).at(slice(0))
-    tokens, tops, top_ids, givens = zip(*rows, strict=True)
-    num_top, num_given = options.num_top, len(options.token_ids)
-    return Logprobs(
-        token_N=np.array(tokens, dtype=np.float32),
-        top_NK=np.array([values[:num_top] for values in tops], dtype=np.float32),
-        top_ids_NK=np.array([ids[:num_top] for ids in top_ids], dtype=np.int32),
-        given_NI=np.array([values[:num_given] for values in givens], dtype=np.float32),
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from tokenmill.core.extras import request_extras
 from tokenmill.core.grammars import Guide
+from tokenmill.core.logprob_ledger import LogprobLine
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
 
@@ -116,6 +117,11 @@ class RequestState:
         """The known tokens whose keys and values may come from the cache, and one to compute."""
         most = None if self.extras is None else self.extras.most_cached
         return self.tokens if most is None else self.tokens[: most + 1]
+
+    @property
+    def logprob_line(self) -> LogprobLine | None:
+        """Where the log-probabilities of its next token go; None: nobody wants them, or not any more."""
+        return None if self.extras is None or self.finish is not None else self.extras.logprob_line
 
     def load_tokens(self) -> None:
         """Fill `tokens` from the prompt, if this is the first admission."""

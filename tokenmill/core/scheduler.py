@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tokenmill.core.deadlines import timed_out
-from tokenmill.core.extras import logprob_rows
 from tokenmill.core.grammars import Guide
+from tokenmill.core.logprob_ledger import LogprobLedger
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
@@ -63,6 +63,7 @@ class Scheduler:
         self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
         self._prefilling: list[RequestState] = []  # at most one between steps
         self._flights: deque[Flight] = deque()
+        self._ledger = LogprobLedger()
         self.num_drawn = 0  # tokens taken in since the start
 
     @property
@@ -411,9 +412,7 @@ class Scheduler:
     def _take_in_extras(self, flight: Flight, result: StepResult) -> list[Output]:
         """Keep what rows were shown; the Outputs of those that failed."""
         if result.logprobs is not None:
-            for state, shown in zip(flight.states, logprob_rows(result.logprobs), strict=True):
-                if state.extras is not None and state.extras.wants_logprobs:
-                    state.extras.show_logprobs(shown)
+            self._ledger.add(flight.states, result.logprobs)
         for row, position, logprobs in result.prompt_logprobs:
             if (extras := flight.state(row).extras) is not None:
                 extras.show_prompt_logprobs(position, logprobs)

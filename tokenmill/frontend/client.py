@@ -26,7 +26,7 @@ from tokenmill.errors import (
     request_error,
 )
 from tokenmill.frontend.observers import open_observers
-from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, results_of
+from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
@@ -62,6 +62,7 @@ class Call:
         self.streams = streams
         self.session = session
         self.num_unfinished = len(rows)
+        self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
         self._lock = threading.Lock()
         self._arrived: list[tuple[Row, Arrival]] = []
         self._failure: TokenmillError | None = None
@@ -155,6 +156,7 @@ class Client:
                 while call.num_unfinished:
                     if advanced := self.advance(call, woken.set):
                         report(advanced)
+                        make_shown(call.shown, call.shape)
                     else:
                         woken.wait()
                         woken.clear()
@@ -172,6 +174,8 @@ class Client:
                     wake = _LoopWake()
                     if advanced := self.advance(call, wake):
                         report(advanced)
+                        if call.shown:
+                            await asyncio.to_thread(make_shown, call.shown, call.shape)
                     else:
                         await wake.sleep()
             if call.shape.single:
@@ -209,12 +213,13 @@ class Client:
 
     def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
         piece = row.take(arrival)
+        if row.shows_more and not call.streams:
+            call.shown.append(row)
         if row.finish is not None:
             for observer in self._observers:
                 observer.finished(row)
             if not call.streams:
                 _raise_if_failed(row, row.finish)
-                row.all_shown(call.shape)
             call.num_unfinished -= 1
             call.session.finish(row)
             if arrival.output.finish is None:

@@ -6,11 +6,9 @@ as a whole: either every item is valid, or the first fault is raised and nothing
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,14 +17,24 @@ import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.insight import HiddenStatesFormat
-from tokenmill.frontend.options import grammar_of, logprob_options, read_options, state_format, without_prompt
+from tokenmill.frontend.options import (
+    RequestOptions,
+    grammar_of,
+    logprob_options,
+    read_options,
+    state_format,
+    without_prompt,
+)
+from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
-from tokenmill.messages import EngineFacts, Grammar, IntArray, Request
+from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, plain, show
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
 # some time, each token past the stop costs the device some.
 _STOP_SEARCH_INTERVAL = 4
+# The same where log-probabilities are to come: what came of them is made into results while more is computed.
+_LOGPROB_INTERVAL = 64
 _64_BITS = 2**64 - 1
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 
@@ -128,36 +136,21 @@ class InputReader:
         asked = read_options(options or {}, places, single=prompts.single, facts=self._facts)
         settings = self._read_settings(sampling_params, prompts, stream=stream)
         n = settings[0].params.n if settings else 1
-        ids = _request_ids(rid, len(prompts), single=prompts.single, n=n)
+        ids = request_ids(rid, len(prompts), single=prompts.single, n=n)
         rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
         rows, places = session.join(rows, places)
         limits = [self._resolve_length(row, settings[i], places[i]) for i, row in enumerate(rows)]
         logprobs = [logprob_options(asked[i], len(row), places[i]) for i, row in enumerate(rows)]
         seeds = self._seeds(settings, n)
-        requests = tuple(
-            Request(
-                id=ids[index * n + sample],
-                prompt_ids=row,
-                params=_with_min_tokens_at_most(settings[index].params, limits[index]),
-                max_new_tokens=limits[index],
-                seed=seeds[index * n + sample],
-                stop_ids=settings[index].stop_ids,
-                report_interval=settings[index].report_interval,
-                priority=asked[index].priority,
-                timeout_seconds=asked[index].timeout_seconds,
-                cache_namespace=asked[index].cache_salt.encode(errors="surrogatepass"),
-                logprobs=logprobs[index]
-                if stream or sample == 0
-                else without_prompt(logprobs[index], len(row)),
-                hidden_states=asked[index].hidden_states,
-                grammar=settings[index].grammar,
-                processor=asked[index].processor,
-            )
-            for index, row in enumerate(rows)
-            for sample in range(n)
-        )
+        requests = []
+        for number in range(n * len(rows)):
+            index, sample = divmod(number, n)
+            shares = sample > 0 and not stream  # the prompt's log-probabilities, with the first sample
+            told = without_prompt(logprobs[index], len(rows[index])) if shares else logprobs[index]
+            numbers = _Numbers(number, ids[number], seeds[number], limits[index])
+            requests.append(_request(rows[index], settings[index], asked[index], told, numbers))
         return Job(
-            requests,
+            tuple(requests),
             single=prompts.single and n == 1,
             session=session,
             hidden_states_format=state_format(options or {}),
@@ -323,6 +316,47 @@ def _scramble(number: int) -> int:
     return number ^ (number >> 31)
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What tells one sample of a call from the others."""
+
+    place: int  # in the call
+    id: str
+    seed: int
+    max_new_tokens: int
+
+
+def _request(
+    row: IntArray,
+    settings: _Settings,
+    asked: RequestOptions,
+    logprobs: LogprobOptions | None,
+    numbers: _Numbers,
+) -> Request:
+    """One sample of a prompt, everything about it resolved."""
+    return Request(
+        id=numbers.id,
+        prompt_ids=row,
+        params=_with_min_tokens_at_most(settings.params, numbers.max_new_tokens),
+        max_new_tokens=numbers.max_new_tokens,
+        seed=numbers.seed,
+        stop_ids=settings.stop_ids,
+        report_interval=settings.report_interval or _logprob_interval(logprobs, numbers.place),
+        priority=asked.priority,
+        timeout_seconds=asked.timeout_seconds,
+        cache_namespace=asked.cache_salt.encode(errors="surrogatepass"),
+        logprobs=logprobs,
+        hidden_states=asked.hidden_states,
+        grammar=settings.grammar,
+        processor=asked.processor,
+    )
+
+
+def _logprob_interval(logprobs: LogprobOptions | None, number: int) -> int:
+    """The report interval of a request that nobody watches; not all of a batch report after the same step."""
+    return 0 if logprobs is None else _LOGPROB_INTERVAL + number % _LOGPROB_INTERVAL
+
+
 def _with_min_tokens_at_most(params: SamplingParams, limit: int) -> SamplingParams:
     return params if params.min_new_tokens <= limit else replace(params, min_new_tokens=limit)
 
@@ -453,42 +487,3 @@ def _outside(place: str, value: int, vocab_size: int) -> InvalidArgument:
     return InvalidArgument(
         f"{place} is {show(value)}, but the vocabulary has {vocab_size} ids (0 to {vocab_size - 1})"
     )
-
-
-# ── request ids ───────────────────────────────────────────────────────────────────────────────
-
-
-def _request_ids(rid: Any, count: int, *, single: bool, n: int) -> list[str]:
-    """The ids of `count * n` requests: given ones (numbered where several share one), or random ones."""
-    if rid is None:
-        return _random_ids(count * n)
-    if isinstance(rid, str):
-        if not rid:
-            raise InvalidArgument("rid is empty; leave it out for a random id")
-        bases = [rid] if single else [f"{rid}_{index}" for index in range(count)]
-    else:
-        bases = _listed_ids(rid, count, single=single)
-    ids = bases if n == 1 else [f"{base}_{sample}" for base in bases for sample in range(n)]
-    if len(set(ids)) < len(ids):
-        twice, _ = Counter(ids).most_common(1)[0]
-        raise InvalidArgument(f"rid {show(twice)} is there twice; every request needs its own id")
-    return ids
-
-
-def _listed_ids(rid: Any, count: int, *, single: bool) -> list[str]:
-    if not isinstance(rid, list | tuple):
-        raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
-    if single or len(rid) != count:
-        wanted = "a single one; give one string" if single else f"{count}; give one for each prompt"
-        raise InvalidArgument(f"rid is a list of {len(rid)}, but the prompts are {wanted}")
-    for index, each in enumerate(rid):
-        if each is not None and not isinstance(each, str):
-            raise WrongType(f"rid[{index}] must be a string, got {show(each)}")
-        if each == "":
-            raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
-    return [given or drawn for given, drawn in zip(rid, _random_ids(count), strict=True)]
-
-
-def _random_ids(count: int) -> list[str]:
-    drawn = os.urandom(16 * count).hex()
-    return [drawn[start : start + 32] for start in range(0, len(drawn), 32)]

@@ -5,6 +5,7 @@ Owns SGLang's layout of them: a tuple (log-probability, token id, text or None) 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, Literal
@@ -18,6 +19,13 @@ LogprobTuple = tuple[float | None, int, str | None]
 # The keys that tell of the prompt.
 PROMPT_LOGPROBS = {"input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"}
 HiddenStatesFormat = Literal["list", "numpy", "torch"]
+_LENGTH = "output_token_logprobs_length"
+
+# Tuples made in one go, some tenths of a millisecond, before the core's thread gets its turn.
+_TUPLES_AT_ONCE = 2048
+_TUPLES_WITH_TEXT_AT_ONCE = 256
+# So many positions are worth to be made into entries while more of the request are to come.
+_WORTHWHILE = 32
 
 
 class Shown:
@@ -25,8 +33,12 @@ class Shown:
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self._options = request.logprobs
         self._prompt_logprobs: Logprobs | None = None
-        self._logprobs: list[Logprobs] = []
+        self._logprobs: list[Logprobs] = []  # not made into entries yet
+        self._output = Entries()  # of the first tokens of the output
+        self._input: Entries | None = None  # of the prompt; None: not made yet
+        self._hidden_states: Any = None  # as they are told, once the request is finished
         self._hidden: list[FloatArray] = []
         self._next_token: list[int] = []  # drawn for its log-probability only
 
@@ -56,6 +68,43 @@ class Shown:
             np.concatenate(self._hidden) if self._hidden else None,
         )
 
+    def make_entries(
+        self,
+        token_ids: Sequence[int],
+        token_text: TokenText | None,
+        *,
+        is_last: bool,
+        hidden_states_format: HiddenStatesFormat = "list",
+    ) -> None:
+        """Make entries of what came since the last time, if it is worth it or the last.
+
+        `token_ids` are those of the whole output so far. What is made counts for `all_meta_info` only.
+        """
+        if self._options is not None:
+            text = token_text if self._options.with_text else None
+            count = sum(len(part.token_N) for part in self._logprobs)
+            if count >= _WORTHWHILE or (count and is_last):
+                parts, self._logprobs = self._logprobs, []
+                ids = [*token_ids[len(self._output.tokens) :], *self._next_token]
+                self._output.add(Logprobs.joined(parts), ids, self._options, text)
+            if self._input is None and (is_last or self._prompt_logprobs is not None):
+                self._input = _input_entries(self._prompt_logprobs, self._request, self._options, text)
+        if is_last and self._request.hidden_states is not None:
+            self._hidden_states = _hidden_states(
+                self.all().hidden, self._request, has_prompt=True, format=hidden_states_format
+            )
+
+    def all_meta_info(self) -> dict[str, Any]:
+        """The keys for a finished request, of which all entries are made; asked for once."""
+        facts: dict[str, Any] = {}
+        if self._options is not None:
+            assert self._input is not None
+            facts |= self._output.named("output", self._options) | {_LENGTH: len(self._output.tokens)}
+            facts |= self._input.named("input", self._options)
+        if self._request.hidden_states is not None:
+            facts["hidden_states"] = self._hidden_states
+        return facts
+
     def meta_info(
         self,
         piece: ShownPiece,
@@ -70,11 +119,14 @@ class Shown:
         `token_ids` are the piece's tokens; `has_prompt` says whether it begins with the first of them.
         """
         facts: dict[str, Any] = {}
-        options = self._request.logprobs
-        if options is not None:
-            text = token_text if options.with_text else None
-            facts |= _output_logprobs(piece.logprobs, [*token_ids, *self._next_token], options, text)
-            facts |= _input_logprobs(self._prompt_logprobs, self._request, options, text)
+        if self._options is not None:
+            text = token_text if self._options.with_text else None
+            output = Entries()
+            if piece.logprobs is not None:
+                output.add(piece.logprobs, [*token_ids, *self._next_token], self._options, text)
+            facts |= output.named("output", self._options) | {_LENGTH: len(output.tokens)}
+            prompt = _input_entries(self._prompt_logprobs, self._request, self._options, text)
+            facts |= prompt.named("input", self._options)
         if self._request.hidden_states is not None:
             facts["hidden_states"] = _hidden_states(
                 piece.hidden, self._request, has_prompt=has_prompt, format=hidden_states_format
@@ -90,66 +142,64 @@ class ShownPiece:
         self.hidden = hidden
 
 
-def _output_logprobs(
-    logprobs: Logprobs | None, token_ids: Sequence[int], options: LogprobOptions, text: TokenText | None
-) -> dict[str, Any]:
-    if logprobs is None:
-        return _named("output", [], [], [], options) | {"output_token_logprobs_length": 0}
-    named = _named("output", *_columns(logprobs, token_ids, options, text), options)
-    return named | {"output_token_logprobs_length": len(logprobs.token_N)}
+class Entries:
+    """The tuples of consecutive positions, and how `meta_info` groups them.
+
+    Those of the likeliest and of the given ids stand one after the other until the end: the garbage collector
+    would look through a list for each position again and again, and hold up the core's thread for it.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[LogprobTuple] = []
+        self._tops: list[LogprobTuple] = []
+        self._givens: list[LogprobTuple] = []
+        self._is_first_unknown = False
+
+    def add(
+        self, logprobs: Logprobs, ids: Sequence[int], options: LogprobOptions, text: TokenText | None
+    ) -> None:
+        """Add positions whose tokens are `ids`."""
+        if len(ids) > 0 and logprobs.token_N[0] != logprobs.token_N[0]:
+            # Nothing precedes the first token of a prompt.
+            self._is_first_unknown = True
+            self.tokens.append((None, ids[0], None if text is None else text(ids[0])))
+            logprobs, ids = logprobs.at(slice(1, None)), ids[1:]
+        at_once = _TUPLES_AT_ONCE if text is None else _TUPLES_WITH_TEXT_AT_ONCE
+        size = max(1, at_once // (1 + options.num_top + len(options.token_ids)))
+        for start in range(0, len(logprobs.token_N), size):
+            if start:
+                time.sleep(0)  # lets go of the interpreter
+            piece = logprobs.at(slice(start, start + size))
+            self.tokens += _tuples(piece.token_N, ids[start : start + size], text)
+            self._tops += _tuples(piece.top_NK, piece.top_ids_NK.ravel().tolist(), text)
+            self._givens += _tuples(piece.given_NI, options.token_ids * len(piece.token_N), text)
+
+    def named(self, side: str, options: LogprobOptions) -> dict[str, Any]:
+        """The keys for them, as far as they are wanted. The lists are the caller's."""
+        facts: dict[str, Any] = {f"{side}_token_logprobs": self.tokens}
+        if options.num_top:
+            facts[f"{side}_top_logprobs"] = self._grouped(self._tops, options.num_top)
+        if options.token_ids:
+            facts[f"{side}_token_ids_logprobs"] = self._grouped(self._givens, len(options.token_ids))
+        return facts
+
+    def _grouped(self, tuples: list[LogprobTuple], size: int) -> list[list[LogprobTuple] | None]:
+        unknown: list[list[LogprobTuple] | None] = [None] if self._is_first_unknown else []
+        return unknown + [tuples[start : start + size] for start in range(0, len(tuples), size)]
 
 
-def _input_logprobs(
+def _input_entries(
     logprobs: Logprobs | None, request: Request, options: LogprobOptions, text: TokenText | None
-) -> dict[str, Any]:
-    if logprobs is None:
-        return _named("input", [], [], [], options)
-    ids = request.prompt_ids[options.prompt_start :].tolist()
-    return _named("input", *_columns(logprobs, ids, options, text), options)
+) -> Entries:
+    entries = Entries()
+    if logprobs is not None:
+        entries.add(logprobs, request.prompt_ids[options.prompt_start :].tolist(), options, text)
+    return entries
 
 
-def _named(
-    side: str, tokens: list[Any], top: list[Any], given: list[Any], options: LogprobOptions
-) -> dict[str, Any]:
-    facts = {f"{side}_token_logprobs": tokens}
-    if options.num_top:
-        facts[f"{side}_top_logprobs"] = top
-    if options.token_ids:
-        facts[f"{side}_token_ids_logprobs"] = given
-    return facts
-
-
-def _columns(
-    logprobs: Logprobs, ids: Sequence[int], options: LogprobOptions, text: TokenText | None
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """One entry for each position: of the token, of the likeliest, of the given ids, each if wanted."""
-    known = logprobs
-    is_cut = len(ids) > 0 and logprobs.token_N[0] != logprobs.token_N[0]
-    if is_cut:  # nothing precedes the first token of a prompt
-        known, ids, first = logprobs.at(slice(1, None)), ids[1:], ids[0]
-    tokens: list[Any] = _tuples(known.token_N.tolist(), ids, text)
-    tops: list[Any] = []
-    givens: list[Any] = []
-    if options.num_top:
-        tops = _groups(known.top_NK, known.top_ids_NK.ravel().tolist(), text)
-    if options.token_ids:
-        givens = _groups(known.given_NI, options.token_ids * len(known.given_NI), text)
-    if is_cut:
-        tokens.insert(0, (None, first, None if text is None else text(first)))
-        tops.insert(0, None)
-        givens.insert(0, None)
-    return tokens, tops, givens
-
-
-def _groups(values_NK: FloatArray, ids: Sequence[int], text: TokenText | None) -> list[list[LogprobTuple]]:
-    """The tuples of each position; made all at once, which is several times as quick as one by one."""
-    tuples, size = _tuples(values_NK.ravel().tolist(), ids, text), values_NK.shape[1]
-    return [tuples[start : start + size] for start in range(0, len(tuples), size)]
-
-
-def _tuples(values: Sequence[float], ids: Sequence[int], text: TokenText | None) -> list[LogprobTuple]:
+def _tuples(values: FloatArray, ids: Sequence[int], text: TokenText | None) -> list[LogprobTuple]:
     texts: Iterable[str | None] = repeat(None, len(ids)) if text is None else map(text, ids)
-    return list(zip(values, ids, texts, strict=True))
+    return list(zip(values.ravel().tolist(), ids, texts, strict=True))
 
 
 def _hidden_states(

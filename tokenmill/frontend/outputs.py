@@ -6,6 +6,7 @@ matter.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from typing import Any, SupportsIndex, overload
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.messages import Finish, Output, Request, RequestTimes
+
+# Longest that a thread works on results before the core's thread gets a turn; it would wait 5 ms for one.
+_TURN_SECONDS = 0.0002
 
 
 class ResultList(list[dict[str, Any]]):
@@ -78,7 +82,6 @@ class Row:
         self.latency_seconds = 0.0
         self.has_text = text is not None
         self.shown = Shown(request)
-        self._all_shown: dict[str, Any] | None = None
         self._text = text
         self._text_parts: list[str] = []
         self.times: RequestTimes | None = None  # in the core, once something came back
@@ -102,14 +105,10 @@ class Row:
         self.latency_seconds = arrival.seconds - self.submitted_seconds
         return piece
 
-    def all_shown(self, shape: Shape) -> dict[str, Any]:
-        """The keys of `meta_info` for everything the finished request was shown; made once.
-
-        Asked for when a row finishes, while others still run, the last of many need not wait for all.
-        """
-        if self._all_shown is None:
-            self._all_shown = self.shown_in(self.shown.all(), self.token_ids, shape)
-        return self._all_shown
+    @property
+    def shows_more(self) -> bool:
+        """Whether the result tells more than tokens."""
+        return self.request.logprobs is not None or self.request.hidden_states is not None
 
     def shown_in(self, piece: ShownPiece, token_ids: list[int], shape: Shape) -> dict[str, Any]:
         """The keys of `meta_info` for what came with these tokens."""
@@ -149,17 +148,43 @@ class Shape:
     hidden_states_format: HiddenStatesFormat = "list"
 
 
-def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
-    """The dict of a finished request; `text` is its whole text."""
-    return _dict(row, text, list(row.token_ids), row.all_shown(shape), shape)
+def make_shown(rows: list[Row], shape: Shape) -> None:
+    """Make of what rows were shown so far what their results will say, giving way to the core's thread.
+
+    The list is used up. Asked for while requests still run, the last result of many need not wait for the
+    work of all.
+    """
+    due = time.perf_counter() + _TURN_SECONDS
+    while rows:
+        row = rows.pop()
+        row.shown.make_entries(
+            row.token_ids,
+            shape.token_text,
+            is_last=row.finish is not None,
+            hidden_states_format=shape.hidden_states_format,
+        )
+        if time.perf_counter() > due:
+            time.sleep(0)  # lets go of the interpreter
+            due = time.perf_counter() + _TURN_SECONDS
 
 
 def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
     """The dicts of a finished call, with the whole text of each."""
-    results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
+    is_collecting = gc.isenabled()
+    gc.disable()  # all that is made stays and has no cycles: the collector would look through it for nothing
+    try:
+        results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
+    finally:
+        if is_collecting:
+            gc.enable()
     if rows:
         _share_prompt_logprobs(results, num_samples=rows[0].request.params.n)
     return results
+
+
+def result_of(row: Row, text: str, shape: Shape) -> dict[str, Any]:
+    """The dict of a finished request, after `make_shown` of it; `text` is its whole text."""
+    return _dict(row, text, list(row.token_ids), row.shown.all_meta_info(), shape)
 
 
 def chunk_of(row: Row, piece: Piece, shape: Shape) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Changes:
 class Sampled:
     """Tokens of Q rows, and their log-probabilities where some row wants them."""
 
-    tokens_Q: torch.Tensor  # int64
+    tokens_Q: torch.Tensor  # int64; int32 where they came to the host with their log-probabilities
     logprobs: TokenLogprobs | None
 
 

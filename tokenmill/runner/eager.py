@@ -55,9 +55,8 @@ class DrawnPart:
 
     @property
     def has_extras(self) -> bool:
-        """Whether there is more than tokens."""
-        has_logprobs = self.sampled is not None and self.sampled.logprobs is not None
-        return has_logprobs or self.hidden_QD is not None or bool(self.shown) or bool(self.failures)
+        """Whether there is more than tokens and their log-probabilities."""
+        return self.hidden_QD is not None or bool(self.shown) or bool(self.failures)
 
 
 class EagerSteps:

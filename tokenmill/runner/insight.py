@@ -6,7 +6,7 @@ being there all at once. Shapes: T tokens of a step, N positions, D hidden size,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -100,5 +100,4 @@ def concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
     """Rows of several, one after the other; all of the same widths."""
     if len(parts) == 1:
         return parts[0]
-    names = [entry.name for entry in fields(TokenLogprobs)]
-    return TokenLogprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    return TokenLogprobs(torch.cat([part.packed_RC for part in parts]), parts[0].num_top)

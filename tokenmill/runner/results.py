@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import numpy as np
 import torch
 
-from tokenmill.messages import FloatArray, Logprobs, LongArray, StepPlan, StepResult
+from tokenmill.messages import FloatArray, IntArray, Logprobs, LongArray, StepPlan, StepResult
 from tokenmill.runner.drawing import Sampled
 from tokenmill.runner.eager import DrawnPart
 from tokenmill.runner.insight import Shown
@@ -41,7 +40,7 @@ class Results:
         if drawn:
             token_ids[plan.samples] = np.concatenate([_tokens(part) for part in drawn])
         if not any(part.has_extras for part in parts):
-            return StepResult(token_ids)
+            return StepResult(token_ids, logprobs=_logprobs(drawn))
         row_of_slot = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         return StepResult(
             token_ids,
@@ -73,7 +72,7 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 def _sent(part: DrawnPart, send: Send) -> DrawnPart:
     sampled = part.sampled
     if sampled is not None:
-        sampled = Sampled(send(sampled.tokens_Q), _sent_logprobs(sampled.logprobs, send))
+        sampled = _sent_sampled(sampled, send)
     return DrawnPart(
         part.plan,
         sampled,
@@ -91,18 +90,24 @@ def _sent(part: DrawnPart, send: Send) -> DrawnPart:
     )
 
 
+def _sent_sampled(sampled: Sampled, send: Send) -> Sampled:
+    logprobs = _sent_logprobs(sampled.logprobs, send)
+    # The tokens are among the columns of their log-probabilities.
+    return Sampled(send(sampled.tokens_Q) if logprobs is None else logprobs.tokens_R, logprobs)
+
+
 def _sent_logprobs(logprobs: TokenLogprobs | None, send: Send) -> TokenLogprobs | None:
     if logprobs is None:
         return None
-    return TokenLogprobs(*(send(getattr(logprobs, entry.name)) for entry in fields(TokenLogprobs)))
+    return TokenLogprobs(send(logprobs.packed_RC), logprobs.num_top)
 
 
 # ── on the host ───────────────────────────────────────────────────────────────────────────────
 
 
-def _tokens(part: DrawnPart) -> LongArray:
+def _tokens(part: DrawnPart) -> IntArray | LongArray:
     assert part.sampled is not None
-    tokens: LongArray = part.sampled.tokens_Q.numpy()
+    tokens: IntArray | LongArray = part.sampled.tokens_Q.numpy()
     return tokens if part.places is None else tokens[part.places]
 
 
@@ -113,17 +118,18 @@ def _logprobs(drawn: list[DrawnPart]) -> Logprobs | None:
         for part in drawn
         if part.sampled is not None and part.sampled.logprobs is not None
     ]
-    return Logprobs.joined(found) if found else None
+    return found[0] if len(found) == 1 else Logprobs.joined(found) if found else None
 
 
 def _columns(logprobs: TokenLogprobs, places: LongArray | None = None) -> Logprobs:
-    columns = Logprobs(
+    if places is not None:
+        logprobs = TokenLogprobs(logprobs.packed_RC[torch.from_numpy(places)], logprobs.num_top)
+    return Logprobs(
         token_N=logprobs.token_R.numpy(),
         top_NK=logprobs.top_RK.numpy(),
-        top_ids_NK=logprobs.top_ids_RK.numpy().astype(np.int32),
+        top_ids_NK=logprobs.top_ids_RK.numpy(),
         given_NI=logprobs.given_RI.numpy(),
     )
-    return columns if places is None else columns.at(places)
 
 
 def _shown(parts: list[DrawnPart]) -> list[tuple[int, Shown]]:

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens under given logits: of those drawn, of the likeliest, of given ids.
 
-Shapes: R rows, V vocabulary, K likeliest tokens, I given ids.
+Shapes: R rows, V vocabulary, K likeliest tokens, I given ids, C = 2 + 2 K + I columns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,38 @@ _TEMPERATURES = (1e-30, 1e30)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms; a token without probability has the lowest float32."""
+    """Natural logarithms; a token without probability has the lowest float32.
 
-    token_R: torch.Tensor  # float32
-    top_RK: torch.Tensor  # float32, descending
-    top_ids_RK: torch.Tensor  # int64
-    given_RI: torch.Tensor  # float32
+    One tensor, because a step that brings several to the host pays for each of them.
+    """
+
+    packed_RC: torch.Tensor  # int32; the columns of the properties below, floats as their bits
+    num_top: int
+
+    @property
+    def tokens_R(self) -> torch.Tensor:
+        """The tokens that were drawn, int32."""
+        return self.packed_RC[:, 0]
+
+    @property
+    def token_R(self) -> torch.Tensor:
+        """Of the tokens that were drawn, float32."""
+        return self.packed_RC[:, 1].view(torch.float32)
+
+    @property
+    def top_RK(self) -> torch.Tensor:
+        """Of the likeliest tokens, float32, descending; fewer than were asked for if there are no more."""
+        return self.packed_RC[:, 2 : 2 + self.num_top].view(torch.float32)
+
+    @property
+    def top_ids_RK(self) -> torch.Tensor:
+        """Which these are, int32."""
+        return self.packed_RC[:, 2 + self.num_top : 2 + 2 * self.num_top]
+
+    @property
+    def given_RI(self) -> torch.Tensor:
+        """Of the given ids, float32."""
+        return self.packed_RC[:, 2 + 2 * self.num_top :].view(torch.float32)
 
 
 def effective_temperatures(temperatures_R: torch.Tensor, top_ks_R: torch.Tensor) -> torch.Tensor:
@@ -43,49 +69,65 @@ def token_logprobs(
     `logits_RV` is only read; NaN counts as -inf. On CUDA nothing is synchronised and the launches can be
     captured in a graph.
     """
-    if logits_RV.is_cuda:
-        from tokenmill.kernels import triton_logprobs
+    num_top = min(num_top, logits_RV.shape[1])
+    pack = pack_on_gpu if logits_RV.is_cuda else pack_torch
+    packed_RC = pack(logits_RV, temperatures_R, tokens_R, given_ids_RI, num_top=num_top)
+    return TokenLogprobs(packed_RC, num_top)
 
-        maxima_RN, sums_RN, values_RC, ids_RC = triton_logprobs.summarize(
-            logits_RV, temperatures_R, num_top=num_top
-        )
-    else:
-        maxima_RN, sums_RN, values_RC, ids_RC = summarize_torch(logits_RV, temperatures_R, num_top=num_top)
+
+def pack_on_gpu(
+    logits_RV: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    tokens_R: torch.Tensor,
+    given_ids_RI: torch.Tensor,
+    *,
+    num_top: int,
+) -> torch.Tensor:
+    """As `pack_torch`, by kernels; of equals among the likeliest the lowest id goes first if they are few."""
+    from tokenmill.kernels import triton_logprobs
+
+    arguments = (logits_RV, temperatures_R, tokens_R)
+    if num_top <= triton_logprobs.MOST_TOP:
+        return triton_logprobs.pack_logprobs(*arguments, given_ids_RI, num_top=num_top)
+    ids_RK = clean(logits_RV.float()).topk(num_top, dim=1).indices
+    ids_RC = torch.cat([ids_RK, given_ids_RI], 1)
+    packed_RC = triton_logprobs.pack_logprobs(*arguments, ids_RC, num_top=0)
+    head_RC, rest_RI = packed_RC[:, : 2 + num_top], packed_RC[:, 2 + num_top :]
+    return torch.cat([head_RC, ids_RK.int(), rest_RI], 1)
+
+
+def pack_torch(
+    logits_RV: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    tokens_R: torch.Tensor,
+    given_ids_RI: torch.Tensor,
+    *,
+    num_top: int,
+) -> torch.Tensor:
+    """The columns of `TokenLogprobs`, int32 [R, C]; `num_top` is at most the size of the vocabulary."""
+    values_RV = clean(logits_RV.float())
+    maximum_R1 = values_RV.amax(1, keepdim=True).clamp_(min=LOWEST)
     scales_R1 = 1 / temperatures_R[:, None]
-    maximum_R1 = maxima_RN.amax(1, keepdim=True).clamp_(min=LOWEST)
-    total_R1 = (sums_RN * ((maxima_RN.clamp(min=LOWEST) - maximum_R1) * scales_R1).exp_()).sum(
-        1, keepdim=True
-    )
-    normalizer_R1 = total_R1.log_()
+    normalizer_R1 = ((values_RV - maximum_R1) * scales_R1).exp_().sum(1, keepdim=True).log_()
 
-    def logprobs(values: torch.Tensor) -> torch.Tensor:
-        values = clean(values.float())
+    def bits(values: torch.Tensor) -> torch.Tensor:
         logprobs = (values - maximum_R1) * scales_R1 - normalizer_R1
-        return logprobs.nan_to_num_(nan=LOWEST).clamp_(min=LOWEST, max=0.0)  # NaN: no token has probability
+        logprobs = logprobs.nan_to_num_(nan=LOWEST)  # no token has probability
+        return logprobs.clamp_(min=LOWEST, max=0.0).view(torch.int32)
 
-    top_RK, places_RK = values_RC.topk(min(num_top, values_RC.shape[1]), dim=1)
-    return TokenLogprobs(
-        token_R=logprobs(logits_RV.gather(1, tokens_R[:, None])).squeeze(1),
-        top_RK=logprobs(top_RK),
-        top_ids_RK=ids_RC.gather(1, places_RK),
-        given_RI=logprobs(logits_RV.gather(1, given_ids_RI)),
+    top_RK, top_ids_RK = values_RV.topk(num_top, dim=1)
+    return torch.cat(
+        [
+            tokens_R[:, None].int(),
+            bits(values_RV.gather(1, tokens_R[:, None])),
+            bits(top_RK),
+            top_ids_RK.int(),
+            bits(values_RV.gather(1, given_ids_RI)),
+        ],
+        1,
     )
 
 
 def clean(values: torch.Tensor) -> torch.Tensor:
     """NaN becomes -inf and +inf a very large number, so that differences are never NaN."""
     return values.nan_to_num(nan=-torch.inf, posinf=2.0**127, neginf=-torch.inf)
-
-
-def summarize_torch(
-    logits_RV: torch.Tensor, temperatures_R: torch.Tensor, *, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of blocks of each row (here one): the maximum; the sum of exp((logit - maximum) / temperature), both
-    float32 [R, N]; candidates for the likeliest tokens: logits (float32) and ids (int64), [R, C].
-    """
-    values_RV = clean(logits_RV.float())
-    maxima_R1 = values_RV.amax(1, keepdim=True)
-    shifted_RV = (values_RV - maxima_R1.clamp(min=LOWEST)) / temperatures_R[:, None]
-    sums_R1 = shifted_RV.exp_().sum(1, keepdim=True)
-    top_RC, ids_RC = values_RV.topk(min(num_top, values_RV.shape[1]), dim=1)
-    return maxima_R1, sums_R1, top_RC, ids_RC

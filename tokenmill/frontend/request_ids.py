@@ -1,0 +1,46 @@
+"""The ids of requests: those that callers give, numbered where several share one, or random ones."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.sampling_params import show
+
+
+def request_ids(rid: Any, count: int, *, single: bool, n: int) -> list[str]:
+    """The ids of `count * n` requests: given ones (numbered where several share one), or random ones."""
+    if rid is None:
+        return _random_ids(count * n)
+    if isinstance(rid, str):
+        if not rid:
+            raise InvalidArgument("rid is empty; leave it out for a random id")
+        bases = [rid] if single else [f"{rid}_{index}" for index in range(count)]
+    else:
+        bases = _listed_ids(rid, count, single=single)
+    ids = bases if n == 1 else [f"{base}_{sample}" for base in bases for sample in range(n)]
+    if len(set(ids)) < len(ids):
+        twice, _ = Counter(ids).most_common(1)[0]
+        raise InvalidArgument(f"rid {show(twice)} is there twice; every request needs its own id")
+    return ids
+
+
+def _listed_ids(rid: Any, count: int, *, single: bool) -> list[str]:
+    if not isinstance(rid, list | tuple):
+        raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
+    if single or len(rid) != count:
+        wanted = "a single one; give one string" if single else f"{count}; give one for each prompt"
+        raise InvalidArgument(f"rid is a list of {len(rid)}, but the prompts are {wanted}")
+    for index, each in enumerate(rid):
+        if each is not None and not isinstance(each, str):
+            raise WrongType(f"rid[{index}] must be a string, got {show(each)}")
+        if each == "":
+            raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
+    return [given or drawn for given, drawn in zip(rid, _random_ids(count), strict=True)]
+
+
+def _random_ids(count: int) -> list[str]:
+    drawn = os.urandom(16 * count).hex()
+    return [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
