@@ -144,3 +144,14 @@ def test_a_passed_deadline_of_an_ended_request_only_wakes_the_loop(harness: Make
         clock=time.monotonic,
     ).run()
     assert ends == ["a", "b"]
+
+
+def test_a_limit_of_centuries_is_waited_for_in_parts(make_request: Make) -> None:
+    """No queue can wait so long at once; a thread that tried would end the engine."""
+    for seconds in (1e10, 1e300):
+        deadlines = Deadlines(TurnedClock())
+        deadlines.add([make_request("a", [1], timeout_seconds=seconds)])
+        left = deadlines.seconds_left()
+        assert left is not None
+        assert left <= threading.TIMEOUT_MAX
+        assert deadlines.pop_due() == []

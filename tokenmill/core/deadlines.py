@@ -8,6 +8,8 @@ from heapq import heappop, heappush
 from tokenmill.messages import Finish, Request
 
 Clock = Callable[[], float]
+# A queue cannot wait for longer than some centuries; whoever wakes earlier finds nothing due.
+_LONGEST_WAIT_SECONDS = 86_400.0
 
 
 class Deadlines:
@@ -31,8 +33,10 @@ class Deadlines:
                 heappush(self._heap, (self._clock() + request.timeout_seconds, request.id))
 
     def seconds_left(self) -> float | None:
-        """Time until the next deadline, at least 0; None if there is none."""
-        return max(self._heap[0][0] - self._clock(), 0.0) if self._heap else None
+        """How long to wait for the next deadline, at least 0 and at most a day; None if there is none."""
+        if not self._heap:
+            return None
+        return min(max(self._heap[0][0] - self._clock(), 0.0), _LONGEST_WAIT_SECONDS)
 
     def pop_due(self) -> list[str]:
         """Take out the ids of requests whose time is over."""
