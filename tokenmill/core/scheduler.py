@@ -410,7 +410,12 @@ class Scheduler:
         return outputs
 
     def _take_in_extras(self, flight: Flight, result: StepResult) -> list[Output]:
-        """Keep what rows were shown; the Outputs of those that failed."""
+        """Keep what rows were shown; the Outputs of those that failed, whose token is void."""
+        failed = [
+            self._end(state, Finish("abort", message=message, status_code=500, error_type="internal"))
+            for row, message in result.failures
+            if (state := flight.state(row)).finish is None
+        ]
         if result.logprobs is not None:
             self._ledger.add(flight.states, result.logprobs)
         for row, position, logprobs in result.prompt_logprobs:
@@ -419,12 +424,7 @@ class Scheduler:
         for row, position, hidden in result.hidden_states:
             if (extras := flight.state(row).extras) is not None:
                 extras.show_hidden_states(position, hidden)
-        failed = [(flight.state(row), message) for row, message in result.failures]
-        return [
-            self._end(state, Finish("abort", message=message, status_code=500, error_type="internal"))
-            for state, message in failed
-            if state.finish is None
-        ]
+        return failed
 
     def _report(self, state: RequestState, token: int) -> Output:
         if not state.request.max_new_tokens:  # drawn for its log-probability
