@@ -12,7 +12,7 @@ from tokenmill import runner
 from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.core.process import CoreProcess
-from tokenmill.errors import EngineClosed, EngineDead
+from tokenmill.errors import EngineClosed, EngineDead, WrongState
 from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
 
 
@@ -55,6 +55,7 @@ class CoreThread:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""
+        self._raise_if_inside()
         self._put(Submit(requests))
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -63,6 +64,7 @@ class CoreThread:
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Ask the core between two steps and wait for the answer; its errors are raised here."""
+        self._raise_if_inside()
         answer: Future[Any] = Future()
 
         def reply(value: Any, error: Exception | None) -> None:
@@ -91,6 +93,11 @@ class CoreThread:
         with self._state:
             self._raise_if_ended()
             self._inbox.put(message)
+
+    def _raise_if_inside(self) -> None:
+        """What runs inside a step would wait for that step to end."""
+        if threading.current_thread() is self._thread:
+            raise WrongState("the engine was called from inside a step, by a logit processor of its own")
 
     def _raise_if_ended(self) -> None:
         if isinstance(self._ended, EngineClosed):
