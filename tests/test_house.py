@@ -26,7 +26,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
-GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors"}
+GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -76,6 +76,7 @@ GRANTS: dict[str, set[str]] = {
     "messages": set(),
     "metrics": {"errors"},
     "sampling_params": set(),
+    "patterns": set(),
     "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
@@ -87,7 +88,8 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
     "messages": {"config", "errors", "sampling_params"},
-    "sampling_params": {"config", "constraints", "errors"},
+    "sampling_params": {"config", "constraints", "errors", "patterns"},
+    "patterns": {"errors"},
     "constraints": {"errors"},
     "arguments": {"config", "constraints", "errors", "sampling_params", "sglang_names"},
     "sglang_names": set(),

@@ -453,3 +453,13 @@ def read(value: Any) -> SamplingParams | InvalidArgument:
         return SamplingParams.from_value(value, index=0)
     except InvalidArgument as error:
         return error
+
+
+@pytest.mark.parametrize("pattern", ["(?:(?:(?:|a){1000}){1000}){1000}", "(?:a{0,1000}){400000}{0,9}x*"])
+def test_a_pattern_that_would_take_all_memory_in_an_empty_text(pattern: str) -> None:
+    with pytest.raises(InvalidArgument, match="stop_regex"):
+        SamplingParams(stop_regex=pattern)
+
+
+def test_a_pattern_with_too_many_ways_through_an_empty_text_is_judged_soon() -> None:
+    assert SamplingParams(stop_regex="(?:a?|b?){60}(?=c)").stop_regex

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from types import TracebackType
 
 
 class TokenmillError(Exception):
@@ -12,6 +13,9 @@ class TokenmillError(Exception):
 
 class InvalidArgument(TokenmillError, ValueError):
     """An argument has a value that cannot be served; raised before any work starts."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_shortened(message))
 
 
 class WrongType(InvalidArgument, TypeError):
@@ -37,7 +41,7 @@ class RequestFailed(TokenmillError, RuntimeError):
     """
 
     def __init__(self, message: str, *, error_type: str = "internal", status_code: int = 500) -> None:
-        super().__init__(message)
+        super().__init__(_shortened(message))
         self.error_type = error_type
         self.status_code = status_code
 
@@ -67,6 +71,11 @@ class EngineClosed(TokenmillError, RuntimeError):
     """The engine was shut down and takes no more requests."""
 
 
+# What is told of anything at all, and of an error that came from elsewhere.
+_LONGEST_TEXT = 1600
+_LONGEST_MESSAGE = 600
+_LONGEST_NAME = 60
+
 # What may have become of a request that failed by itself, in one word.
 ERROR_TYPES = (
     "too_long",
@@ -87,7 +96,43 @@ def request_error(message: str, *, error_type: str, status_code: int) -> Request
     return kind(message, error_type=error_type, status_code=status_code)
 
 
+def _shortened(message: str) -> str:
+    """The message without its middle where it repeats something huge that the caller gave."""
+    if len(message) <= _LONGEST_TEXT:
+        return message
+    return f"{message[: _LONGEST_TEXT - 500]} [...] {message[-400:]}"
+
+
+class reading:
+    """A block that looks at an argument: whatever the methods of its value raise is an `InvalidArgument`.
+
+    A value may be an object of any class, and so fail in any way when it is measured, compared or walked.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TokenmillError | ImportError):
+            raise InvalidArgument(f"{self._name} cannot be read: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """Type and message of somebody else's error, at most a few lines long; never fails."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "its message cannot be read"
+    short = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+    return f"{type(error).__name__[:_LONGEST_NAME]}: {short}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` (with a leading space) for the closest known name, else an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any
 
 from tokenmill import constraints
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
+from tokenmill.patterns import check_repeats, matches_nothing
 
 MAX_STOP_STRINGS = 32
 MAX_PATTERN_BYTES = 1024
 MAX_PARAMS_DEPTH = 8
 MAX_SAMPLES = 65_536
+MAX_ITEMS = 2**27  # of one array
 # The fields of which at most one is set: what the output must follow.
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 _GREEDY_BELOW = 1e-6
@@ -28,6 +30,7 @@ _GREEDY_BELOW = 1e-6
 _LARGEST_TEMPERATURE = 1e30
 _SMALLEST_TOP_P = 1e-9
 _WHOLE_VOCABULARY = 2**30
+_LONGEST_SHOWN = 160  # characters of a value in a message
 # Added to a logit it decides alone, and the sum is still finite; below its negative a token is forbidden.
 _LARGEST_BIAS = 1e30
 
@@ -36,7 +39,7 @@ _LARGEST_BIAS = 1e30
 
 
 class _Short(reprlib.Repr):
-    """`repr` that stays short and never fails, for values of any kind in error messages."""
+    """`repr` that stays short, for values of any kind in error messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,16 @@ class _Short(reprlib.Repr):
 
 def show(value: object) -> str:
     """A value and its type for an error message, at most a line long: `'hot' (str)`."""
-    return f"{_Short().repr(value)} ({type(value).__name__})"
+    return f"{brief(value)} ({type(value).__name__[:_LONGEST_SHOWN]})"
+
+
+def brief(value: object) -> str:
+    """A value for an error message, at most a line long; never fails."""
+    try:
+        text = _Short().repr(value)
+    except Exception:  # of a class that calls itself `list`, for example
+        text = object.__repr__(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def plain(value: Any) -> Any:
@@ -60,16 +72,40 @@ def plain(value: Any) -> Any:
     )
 
 
+def unpacked(name: str, value: Any) -> Any:
+    """The list inside an array or tensor; anything else as it is."""
+    if not callable(getattr(value, "tolist", None)):
+        return value
+    check_count(name, math.prod(getattr(value, "shape", ())))
+    return value.tolist()
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise for so many items that memory would not suffice: a view of one number may claim any shape."""
+    if count > MAX_ITEMS:
+        raise InvalidArgument(f"{name} has {brief(count)} items; at most {MAX_ITEMS} are allowed")
+
+
+def _plain_of(name: str, value: object) -> Any:
+    """As `plain`; a number of a class of its own becomes one of Python's, whose methods can be trusted."""
+    with reading(name):
+        number = plain(value)
+        for kind in (bool, int, float):
+            if isinstance(number, kind):
+                return number if type(number) is kind else kind(number)
+        return number
+
+
 def check_whole(
     name: str, value: object, *, minimum: int, maximum: int | None = None, remedy: str = ""
 ) -> int:
     """`value` as an int within [minimum, maximum]; a bool or a float is a `WrongType`."""
-    number = plain(value)
+    number = _plain_of(name, value)
     if isinstance(number, bool) or not isinstance(number, int):
         raise WrongType(f"{name} must be an integer, got {show(value)}{remedy}")
     if number < minimum or (maximum is not None and number > maximum):
         limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise InvalidArgument(f"{name} must be {limit}, got {_Short().repr(number)}{remedy}")
+        raise InvalidArgument(f"{name} must be {limit}, got {brief(number)}{remedy}")
     return int(number)
 
 
@@ -84,7 +120,7 @@ def check_real(
     remedy: str = "",
 ) -> float:
     """`value` as a finite float within the limits; `above` and `below` exclude the limit itself."""
-    number = plain(value)
+    number = _plain_of(name, value)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise WrongType(f"{name} must be a number, got {show(value)}{remedy}")
     low = number > minimum if above else number >= minimum
@@ -93,13 +129,13 @@ def check_real(
     if not (low and high and -1e308 < number < 1e308):
         limit = f"{'above' if above else 'at least'} {minimum:g}"
         limit += "" if maximum == math.inf else f" and {'below' if below else 'at most'} {maximum:g}"
-        raise InvalidArgument(f"{name} must be a finite number {limit}, got {_Short().repr(number)}{remedy}")
+        raise InvalidArgument(f"{name} must be a finite number {limit}, got {brief(number)}{remedy}")
     return float(number)
 
 
 def check_flag(name: str, value: object) -> bool:
     """`value` as a bool; numbers and words are a `WrongType`."""
-    flag = plain(value)
+    flag = _plain_of(name, value)
     if not isinstance(flag, bool):
         raise WrongType(f"{name} must be True or False, got {show(value)}")
     return flag
@@ -107,9 +143,10 @@ def check_flag(name: str, value: object) -> bool:
 
 def check_text(name: str, value: object) -> str:
     """`value` as a str; bytes are a `WrongType`."""
-    if not isinstance(value, str):
-        raise WrongType(f"{name} must be a string, got {show(value)}")
-    return str(value)
+    with reading(name):
+        if isinstance(value, str):
+            return str(value)
+    raise WrongType(f"{name} must be a string, got {show(value)}")
 
 
 # ── rules of single parameters ────────────────────────────────────────────────────────────────
@@ -140,9 +177,11 @@ def _max_new_tokens(name: str, value: object) -> int | None:
 
 def _listed(name: str, value: Any) -> list[Any]:
     """The items of a list, tuple, set, range, array or tensor; one bare string or number is no list."""
+    if isinstance(value, range) and value:
+        check_count(name, value[-1] - value[0])
     if isinstance(value, list | tuple | set | frozenset | range):
         return list(value)
-    items = value.tolist() if callable(getattr(value, "tolist", None)) else None
+    items = unpacked(name, value)
     if not isinstance(items, list):
         raise WrongType(f"{name} must be a list, got {show(value)}; put a single item in brackets")
     return items
@@ -167,10 +206,11 @@ def _stop_regex(name: str, value: object) -> tuple[str, ...]:
                 f"{MAX_PATTERN_BYTES} are allowed"
             )
         try:
-            matches_nothing = re.search(pattern, "") is not None
+            re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise InvalidArgument(f"{name} {pattern!r} is not a regular expression: {error}") from None
-        if matches_nothing:
+        check_repeats(name, pattern)
+        if matches_nothing(name, pattern):
             raise InvalidArgument(
                 f"{name} {pattern!r} matches the empty text, so every output would end before it begins; "
                 "write it so that it needs at least one character"
@@ -200,7 +240,7 @@ def _json_like(name: str, value: Any, depth: int) -> Any:
     number = plain(value)
     if number is None or isinstance(number, bool | int | float | str):
         return number
-    items = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    items = unpacked(name, value)
     if not isinstance(items, list | tuple):
         raise WrongType(f"{name} must be a number, string, bool, None, list or dict, got {show(value)}")
     return [_json_like(f"{name}[{index}]", item, depth - 1) for index, item in enumerate(items)]
@@ -217,7 +257,7 @@ def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
 
 def _refuse(name: str, value: object, *, neutral: object) -> InvalidArgument:
     """The error for a known parameter whose feature is not built yet."""
-    return InvalidArgument(f"{name}={_Short().repr(value)} is not supported yet; leave it at {neutral!r}")
+    return InvalidArgument(f"{name}={brief(value)} is not supported yet; leave it at {neutral!r}")
 
 
 def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
@@ -342,11 +382,12 @@ class SamplingParams:
             if value is None and name not in ("max_new_tokens", "n"):
                 object.__setattr__(self, name, default)
             else:
-                object.__setattr__(self, name, rule(name, value))
+                with reading(name):
+                    object.__setattr__(self, name, rule(name, value))
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidArgument(
-                f"min_new_tokens is {_Short().repr(self.min_new_tokens)}, but max_new_tokens is only "
-                f"{_Short().repr(self.max_new_tokens)}; lower the one or raise the other"
+                f"min_new_tokens is {brief(self.min_new_tokens)}, but max_new_tokens is only "
+                f"{brief(self.max_new_tokens)}; lower the one or raise the other"
             )
         if len(given := [name for name in CONSTRAINTS if getattr(self, name) is not None]) > 1:
             raise InvalidArgument(f"{' and '.join(given)} are given together; an output follows only one")
@@ -373,15 +414,16 @@ class SamplingParams:
         """
         if isinstance(value, cls):
             return value
+        place = "sampling_params" if index is None else f"sampling_params[{index}]"
         try:
-            if value is None or isinstance(value, Mapping):
-                given = {**(defaults or {}), **(value or {})}
-            else:
-                given = _attributes(value)
-            _check_names(given)
-            return cls(**given)
+            with reading("a value"):
+                if value is None or isinstance(value, Mapping):
+                    given = {**(defaults or {}), **({} if value is None else value)}
+                else:
+                    given = _attributes(value)
+                _check_names(given)
+                return cls(**given)
         except InvalidArgument as error:
-            place = "sampling_params" if index is None else f"sampling_params[{index}]"
             raise type(error)(f"{place}: {error}") from None
 
 
@@ -411,7 +453,7 @@ def _check_names(given: Mapping[Any, Any]) -> None:
         if name not in _NAMES:
             known = _FOREIGN_NAMES.get(name)
             hint = f" Did you mean {known!r}?" if known else did_you_mean(name, sorted(_NAMES))
-            raise UnknownArgument(f"{_Short().repr(name)} is not a sampling parameter.{hint}")
+            raise UnknownArgument(f"{brief(name)} is not a sampling parameter.{hint}")
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Owns the search and what is held back; what a token adds to the text is the matt
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from tokenmill.errors import InvalidArgument
+from tokenmill.patterns import PART, check_repeats, in_dialect, same
 
 # What searching for patterns may take of a request's thread: some seconds, and more for a long text.
 _SECONDS = 0.25
@@ -130,19 +130,6 @@ class Stops:
 
 # ── patterns ──────────────────────────────────────────────────────────────────────────────────
 
-# A pattern's parts: escapes, sets, comments, groups without a way back, quantifiers; then single characters.
-_PART = re.compile(
-    r"""(?P<escape>\\.)
-    | (?P<set>\[\^?\]?(?:\\.|[^]\\])*\])
-    | (?P<comment>\(\?\#[^)]*\))
-    | (?P<atomic>\(\?>)
-    | (?P<group>\(\?)
-    | (?P<quantifier>[*+?]|\{(?P<least>\d*)(?P<most>,\d*)?(?<!\{)\})(?P<manner>[?+]?)
-    | (?P<other>.)""",
-    re.DOTALL | re.VERBOSE,
-)
-# The library writes out what must be repeated.
-_MOST_REPEATS = 100_000
 # Ways of looking around, of not going back, of naming what was matched, and flags that this
 # module would have to follow.
 _NEGATIVE = re.compile(r"\(\?<?!")
@@ -172,9 +159,9 @@ class _Pattern:
         import regex
 
         self.text = text
-        _check_repeats(text)
+        check_repeats("stop_regex", text)
         try:
-            self.complete = regex.compile(_in_dialect(text), regex.VERSION0)
+            self.complete = regex.compile(in_dialect(text), regex.VERSION0)
         except (regex.error, RecursionError, OverflowError) as error:
             raise InvalidArgument(f"stop_regex {text!r} cannot be searched for: {error}") from None
         self.partial = None
@@ -187,26 +174,6 @@ class _Pattern:
     def of(text: str) -> _Pattern:
         """The pattern with this text, compiled once."""
         return _Pattern(text)
-
-
-def _check_repeats(pattern: str) -> None:
-    least = [int(part["least"]) for part in _PART.finditer(pattern) if part["least"]]
-    if math.prod(filter(None, least)) > _MOST_REPEATS:
-        raise InvalidArgument(
-            f"stop_regex {pattern!r} cannot be searched for: its counts of repeats multiply to more than "
-            f"{_MOST_REPEATS}; lower them"
-        )
-
-
-def _in_dialect(pattern: str) -> str:
-    """The pattern, with braces and brackets escaped that mean more to the library than to Python."""
-    return _PART.sub(_same, pattern)
-
-
-def _same(part: re.Match[str]) -> str:
-    if part["set"]:
-        return part[0][0] + part[0][1:].replace("[", r"\[")
-    return rf"\{part[0]}" if part["other"] in ("{", "}") else part[0]
 
 
 def _is_foreseeable(pattern: str) -> bool:
@@ -230,6 +197,6 @@ def _begun(pattern: str) -> str:
             return "(?:"
         if part[0] == "$" and has_lines:
             return _LINE_END
-        return _AT_THE_EDGE.get(part[0]) or _same(part)
+        return _AT_THE_EDGE.get(part[0]) or same(part)
 
-    return rf"(?:{_PART.sub(replace, pattern)})[^\s\S]"
+    return rf"(?:{PART.sub(replace, pattern)})[^\s\S]"
