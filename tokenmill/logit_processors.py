@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.errors import InvalidArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, WrongType, did_you_mean, told
 from tokenmill.sampling_params import check_whole, show
 
 # Parameters of one row: the request's `custom_params`, and the request itself under REQUEST_KEY.
@@ -344,12 +344,25 @@ def _loads(module: str, payload: bytes) -> Any:
     return importlib.import_module(module).loads(payload)
 
 
+def _loaded(module: str, payload: bytes) -> Any:
+    """The call; or, where it cannot be loaded here, one that says so to every request that uses it."""
+    try:
+        return _loads(module, payload)
+    except BaseException as error:
+        problem = f"it cannot be loaded in the process of the core: {told(error)}"
+
+    def fail(logits: Any, custom_param_list: Sequence[RowParams]) -> Any:
+        raise InvalidArgument(problem)
+
+    return fail
+
+
 def _restore(key: str, module: str, payload: bytes) -> LogitProcessor:
     """In the other process: the same object for the same key."""
     with _lock:
         known = _remembered.get(("key", key))
         if known is None:
-            call = _loads(module, payload)
+            call = _loaded(module, payload)
             known = LogitProcessor(key, call, call)
             while len(_remembered) >= _MOST_REMEMBERED:
                 del _remembered[next(iter(_remembered))]

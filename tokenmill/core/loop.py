@@ -22,6 +22,7 @@ from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler
+from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
 
@@ -196,6 +197,8 @@ class Loop:
             value = self._control.answer(call.name, call.arguments)
         except Exception as error:
             call.reply(None, error)
+        except BaseException as error:  # of an object that the caller gave
+            call.reply(None, InvalidArgument(f"{call.name} failed: {told(error)}"))
         else:
             call.reply(value, None)
 

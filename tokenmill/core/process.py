@@ -24,7 +24,7 @@ from typing import Any
 from tokenmill import runner
 from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
-from tokenmill.errors import EngineClosed, EngineDead
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, told
 from tokenmill.messages import DeathSink, EngineFacts, Output, Request, Sink
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ class _Outputs:
 class _Answer:
     number: int
     value: Any
-    error: Exception | None
+    error: BaseException | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,16 @@ class CoreProcess:
     def call(self, name: str, **arguments: Any) -> Any:
         """Ask the core between two steps and wait for the answer; its errors are raised here."""
         answer: Future[Any] = Future()
+        try:
+            pickled = pickle.dumps(arguments)
+        except Exception as error:
+            raise InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}") from error
         with self._state:
             self._raise_if_ended()
             self._num_calls += 1
             number = self._num_calls
             self._calls[number] = answer
-            self._pipe.send(_Ask(number, name, pickle.dumps(arguments)))
+            self._pipe.send(_Ask(number, name, pickled))
         return answer.result()
 
     def close(self) -> None:
@@ -230,16 +234,22 @@ class _Child:
                 message = self._pipe.recv()
             except (EOFError, OSError):
                 os._exit(0)  # the parent is gone: nobody waits for anything any more
-            if isinstance(message, _Ask):
-                message = self._call(message)
-            self._inbox.put(message)
+            if not isinstance(message, _Ask):
+                self._inbox.put(message)
+            elif (call := self._call(message)) is not None:
+                self._inbox.put(call)
 
-    def _call(self, ask: _Ask) -> Call:
-        return Call(
-            ask.name,
-            pickle.loads(ask.arguments),
-            lambda value, error: self._send(_Answer(ask.number, value, error)),
-        )
+    def _call(self, ask: _Ask) -> Call | None:
+        """The call; None if its arguments cannot be read, which its caller is told."""
+
+        def reply(value: Any, error: Exception | None) -> None:
+            self._send(_Answer(ask.number, value, None if error is None else _portable(error)))
+
+        try:
+            return Call(ask.name, pickle.loads(ask.arguments), reply)
+        except BaseException as error:  # an object may do anything while it is unpickled
+            reply(None, InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}"))
+            return None
 
     def _send(self, message: _Started | _Outputs | _Answer | _Died) -> None:
         with self._write:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenmill.errors import told
 from tokenmill.messages import IntArray, TokenMasks
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.drawing import Changes
@@ -75,14 +76,14 @@ class HostChanges(Changes):
     def _call(self, processor: Any, logits_QV: torch.Tensor, rows: list[int]) -> None:
         try:
             logits_QV[rows] = self._processed(processor, logits_QV, rows)
-        except Exception as error:
+        except BaseException as error:  # sys.exit() in a processor is no reason to end the engine
             if len(rows) > 1:
                 for row in rows:
                     self._call(processor, logits_QV, [row])
                 return
             slot = int(self._slots[rows[0]])
             _log.warning("a logit processor failed", exc_info=True)
-            self._failures[slot] = f"its logit processor failed: {type(error).__name__}: {error}"
+            self._failures[slot] = f"its logit processor failed: {told(error)}"
 
     def _processed(self, processor: Any, logits_QV: torch.Tensor, rows: list[int]) -> torch.Tensor:
         params = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument
+from tokenmill.errors import InvalidArgument, told
 from tokenmill.hub import resolve
 from tokenmill.models import Model, ModelSpec, read_spec
 from tokenmill.models.checkpoint import GivenTensors, open_checkpoint
@@ -98,7 +98,8 @@ class Weights:
 
 def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(f"{name} is not a tensor: {error}") from None
-    return tensor.detach()
+        if not isinstance(value, list | tuple) and not hasattr(value, "shape"):
+            raise TypeError(f"it is of type {type(value).__name__}")
+        return torch.as_tensor(value).detach().as_subclass(torch.Tensor)
+    except BaseException as error:  # an object that only looks like a tensor may raise anything
+        raise InvalidArgument(f"{name} is not a tensor: {told(error)}") from None
