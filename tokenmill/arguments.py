@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tokenmill import constraints
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.sampling_params import (
     SamplingParams,
     check_flag,
@@ -239,7 +239,8 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
     """
     keywords = dict(arguments)
     source = keywords.pop("server_args", None)
-    values: dict[str, Any] = {} if source is None else _translate(_read_server_args(source))
+    with reading("server_args"):
+        values: dict[str, Any] = {} if source is None else _translate(_read_server_args(source))
     config = EngineConfig(**{**values, **_translate(keywords)})
     _check_priorities(config)
     return config
@@ -250,10 +251,12 @@ def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, value in arguments.items():
-        target, checked = _translate_one(name, value)
-        if checked is None:
-            continue
-        if target in values and values[target] != checked:
+        with reading(f"{name!s:.100}"):
+            target, checked = _translate_one(name, value)
+            if checked is None:
+                continue
+            is_other = target in values and values[target] != checked
+        if is_other:
             raise InvalidArgument(
                 f"{origins[target]} and {name} contradict each other; give only one of them"
             )

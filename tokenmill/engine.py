@@ -404,10 +404,11 @@ class Engine:
         does not fit, success is False and the old weights stay; with `on_error="raise"` it is an
         `InvalidArgument`. `weight_version` is what later results say.
         """
+        version = self._checked_version(weight_version)
         answer = self._control.update_weights_from_disk(model_path, load_format, on_error)
         if answer[0]:
             self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path))
-            self._set_weight_version(weight_version)
+            self._client.weight_version = version
         return answer
 
     def update_weights_from_tensor(
@@ -424,9 +425,10 @@ class Engine:
         Otherwise as `update_weights_from_disk`. With `flush_cache=False` prefixes computed with the old
         weights stay in use. Returns (success, message).
         """
+        version = self._checked_version(weight_version)
         answer = self._control.update_weights_from_tensor(named_tensors, load_format, flush_cache, on_error)
         if answer[0]:
-            self._set_weight_version(weight_version)
+            self._client.weight_version = version
         return answer
 
     def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
@@ -457,9 +459,8 @@ class Engine:
         """Take released memory back. Raises `WrongState` where there is not enough; it may be tried again."""
         self._control.resume_memory(tags)
 
-    def _set_weight_version(self, version: str | None) -> None:
-        if version is not None:
-            self._client.weight_version = check_text("weight_version", version)
+    def _checked_version(self, version: str | None) -> str:
+        return self._client.weight_version if version is None else check_text("weight_version", version)
 
     def shutdown(self) -> None:
         """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""

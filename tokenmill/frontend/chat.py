@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, reading
 from tokenmill.sampling_params import check_flag, check_text, show
 
 if TYPE_CHECKING:
@@ -54,13 +54,18 @@ class ChatTemplate:
             raise InvalidArgument(
                 "chat needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
             )
-        conversations, places = _read_conversations(messages)
+        with reading("messages"):
+            conversations, places = _read_conversations(messages)
         settings = self._settings(asked)
-        texts = [
-            self._render(conversation, place, settings)
-            for conversation, place in zip(conversations, places, strict=True)
-        ]
-        rows = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        with reading("messages"):
+            texts = [
+                self._render(conversation, place, settings)
+                for conversation, place in zip(conversations, places, strict=True)
+            ]
+        try:
+            rows = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"messages: in the text that the chat template makes, {error}") from None
         for row, place in zip(rows, places, strict=True):
             if not row:
                 raise InvalidArgument(f"the chat template makes no text of {place}; check chat_template")
@@ -70,10 +75,16 @@ class ChatTemplate:
         """The keywords of `apply_chat_template`, the same for all conversations of a call."""
         continues = check_flag("continue_final_message", asked.continue_final_message)
         opens = check_flag("add_generation_prompt", asked.add_generation_prompt)
+        with reading("chat_template_kwargs"):
+            variables = _variables(asked.chat_template_kwargs)
+        with reading("tools"):
+            tools = _tools(asked.tools)
+        with reading("chat_template"):
+            template = self._chosen(asked.chat_template)
         return {
-            **_variables(asked.chat_template_kwargs),
-            "tools": _tools(asked.tools),
-            "chat_template": self._chosen(asked.chat_template),
+            **variables,
+            "tools": tools,
+            "chat_template": template,
             "continue_final_message": continues,
             "add_generation_prompt": opens and not continues,
         }

@@ -10,13 +10,20 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongState, WrongType, did_you_mean
+from tokenmill.errors import (
+    InvalidArgument,
+    UnknownArgument,
+    WrongState,
+    WrongType,
+    did_you_mean,
+    reading,
+)
 from tokenmill.frontend.outputs import FlushResult
-from tokenmill.sampling_params import check_flag, check_text, check_whole, show
+from tokenmill.sampling_params import brief, check_flag, check_text, check_whole, show
 
 if TYPE_CHECKING:
     from tokenmill.frontend.client import Client
@@ -67,11 +74,7 @@ class Control:
 
     def pause_generation(self, mode: Any) -> None:
         """See `Engine.pause_generation`."""
-        if mode not in PAUSE_MODES:
-            raise InvalidArgument(
-                f"mode must be one of {', '.join(map(repr, PAUSE_MODES))}, got {show(mode)}"
-            )
-        self._client.call_core("pause_generation", mode=mode)
+        self._client.call_core("pause_generation", mode=_one_of("mode", mode, PAUSE_MODES))
 
     def continue_generation(self) -> None:
         """See `Engine.continue_generation`."""
@@ -88,7 +91,7 @@ class Control:
     def start_profile(self, options: Mapping[str, Any]) -> None:
         """See `Engine.start_profile`."""
         given = _profile_options(options)
-        folder = given.get("output_dir") or os.environ.get("SGLANG_TORCH_PROFILER_DIR")
+        standard = os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
         prefix = check_text("profile_prefix", given.get("profile_prefix", ""))
         name = check_text("profile_id", given.get("profile_id", f"{time.time():.6f}"))
         for part in (prefix, name):
@@ -96,7 +99,7 @@ class Control:
                 raise InvalidArgument(f"a trace cannot be called {show(part)}: leave out the slashes")
         self._client.call_core(
             "start_profile",
-            folder=str(Path(_path("output_dir", folder or tempfile.gettempdir())).absolute()),
+            folder=str(Path(_path("output_dir", given.get("output_dir", standard))).absolute()),
             title=f"{prefix}-{name}-TP-0" if prefix else f"{name}-TP-0",
             activities=_activities(given.get("activities", ["CPU", "GPU"])),
             with_stack=check_flag("with_stack", given.get("with_stack", True)),
@@ -176,9 +179,15 @@ class Control:
 
 def _raises(on_error: Any) -> bool:
     """Whether what did not work is raised, instead of told in the answer."""
-    if on_error not in ("return", "raise"):
-        raise InvalidArgument(f"on_error must be 'return' or 'raise', got {show(on_error)}")
-    return bool(on_error == "raise")
+    return _one_of("on_error", on_error, ("return", "raise")) == "raise"
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    with reading(name):
+        word = str(value) if isinstance(value, str) else ""
+    if word not in allowed:
+        raise InvalidArgument(f"{name} must be one of {', '.join(map(repr, allowed))}, got {show(value)}")
+    return word
 
 
 def _profile_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,9 +198,11 @@ def _profile_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _PROFILE_NAMES:
             known = (*_PROFILE_NAMES, *_PROFILE_ALIASES)
             raise UnknownArgument(
-                f"start_profile() has no argument {spelled!r}.{did_you_mean(spelled, known)}"
+                f"start_profile() has no argument {brief(spelled)}.{did_you_mean(spelled, known)}"
             )
-        if value is None or (name in _NOT_OFFERED and value in (False, [])):
+        if value is None or (
+            name in _NOT_OFFERED and (value is False or (type(value) is list and not value))
+        ):
             continue
         if name in _NOT_OFFERED:
             raise InvalidArgument(f"{name} is not supported ({_NOT_OFFERED[name]}); leave it out")
@@ -202,15 +213,17 @@ def _profile_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activities(value: Any) -> list[str]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple | set) or not names:
-        raise WrongType(
-            f"activities must be a list of {', '.join(map(repr, _ACTIVITIES))}, got {show(value)}"
-        )
-    words = [check_text("activities", name).upper() for name in names]
+    with reading("activities"):
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple | set) or not names:
+            raise WrongType(
+                f"activities must be a list of {', '.join(map(repr, _ACTIVITIES))}, got {show(value)}"
+            )
+        words = [check_text("activities", name).upper() for name in names]
     for word in words:
         if word not in _ACTIVITIES:
-            raise InvalidArgument(f"activities has {word!r}; known are {', '.join(map(repr, _ACTIVITIES))}")
+            known = ", ".join(map(repr, _ACTIVITIES))
+            raise InvalidArgument(f"activities has {brief(word)}; known are {known}")
     return words
 
 
@@ -219,34 +232,42 @@ def _optional_count(given: Mapping[str, Any], name: str, *, minimum: int) -> int
 
 
 def _path(name: str, value: Any) -> str:
-    text = check_text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+    with reading(name):
+        text = check_text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+        Path(text).exists()  # raises for a name that is too long, or has half a surrogate pair
     if not text.strip() or "\0" in text:
         raise InvalidArgument(f"{name} must be a path, got {show(value)}")
     return text
 
 
 def _check_load_format(value: Any, allowed: tuple[str, ...]) -> None:
-    if value is not None and value not in allowed:
-        raise InvalidArgument(f"load_format must be None or {allowed[0]!r} here, got {show(value)}")
+    if value is not None:
+        _one_of("load_format", value, allowed)
 
 
 def _named_tensors(value: Any) -> list[tuple[str, Any]]:
     """Pairs of name and tensor, of a dict or of any iterable of pairs."""
-    pairs = value.items() if isinstance(value, Mapping) else value
     wanted = "named_tensors must be a list of pairs (name, tensor), or a dict"
-    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-        raise WrongType(f"{wanted}, got {show(value)}")
     checked = []
-    for index, pair in enumerate(pairs):
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise WrongType(f"{wanted}; item {index} is {show(pair)}")
-        checked.append((pair[0], pair[1]))
+    with reading("named_tensors"):
+        pairs = value.items() if isinstance(value, Mapping) else value
+        if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+            raise WrongType(f"{wanted}, got {show(value)}")
+        for index, pair in enumerate(pairs):
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise WrongType(f"{wanted}; item {index} is {show(pair)}")
+            checked.append((str(pair[0]), pair[1]))
     return checked
 
 
 def _tags(value: Any) -> tuple[str, ...]:
     """Which parts of the memory are meant; none named: all."""
-    names = [value] if isinstance(value, str) else list(value or MEMORY_TAGS)
+    with reading("tags"):
+        if value is None or (isinstance(value, list | tuple | set) and not value):
+            return MEMORY_TAGS
+        if not isinstance(value, str | list | tuple | set):
+            raise WrongType(f"tags must be a list of names or None, got {show(value)}")
+        names = [check_text("tags", name) for name in ([value] if isinstance(value, str) else value)]
     for name in names:
         if name not in MEMORY_TAGS:
             known = ", ".join(map(repr, MEMORY_TAGS))
@@ -287,7 +308,8 @@ class TokenizerManager:
 
     async def pause_generation(self, request: Any = None) -> None:
         """See `Engine.pause_generation`; `request` is a mode, or an object with a `mode`."""
-        mode: Any = request if isinstance(request, str) else getattr(request, "mode", "abort")
+        with reading("request"):
+            mode: Any = request if isinstance(request, str) else getattr(request, "mode", "abort")
         self._engine.pause_generation(mode)  # it waits for at most the steps that are launched
 
     async def continue_generation(self, request: Any = None) -> None:

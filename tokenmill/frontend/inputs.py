@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.errors import InvalidArgument, WrongType, reading
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import (
     RequestOptions,
@@ -28,7 +28,7 @@ from tokenmill.frontend.options import (
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
-from tokenmill.sampling_params import SamplingParams, plain, show
+from tokenmill.sampling_params import SamplingParams, check_count, plain, show, unpacked
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
 # some time, each token past the stop costs the device some.
@@ -131,13 +131,17 @@ class InputReader:
         continues, `source` the argument that messages are to name instead of `input_ids`.
         Raises `InvalidArgument`, `WrongType` or `UnknownArgument`, which name the item and the limit.
         """
-        prompts = _read_prompts(prompt, input_ids, source)
+        with reading(source if prompt is None else "prompt"):
+            prompts = _read_prompts(prompt, input_ids, source)
         places = [prompts.place(index) for index in range(len(prompts))]
         asked = read_options(options or {}, places, single=prompts.single, facts=self._facts)
-        settings = self._read_settings(sampling_params, prompts, stream=stream)
+        with reading("sampling_params"):
+            settings = self._read_settings(sampling_params, prompts, stream=stream)
         n = settings[0].params.n if settings else 1
-        ids = request_ids(rid, len(prompts), single=prompts.single, n=n)
-        rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
+        with reading("rid"):
+            ids = request_ids(rid, len(prompts), single=prompts.single, n=n)
+        with reading(prompts.name):
+            rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
         rows, places = session.join(rows, places)
         limits = [self._resolve_length(row, settings[i], places[i]) for i, row in enumerate(rows)]
         logprobs = [logprob_options(asked[i], len(row), places[i]) for i, row in enumerate(rows)]
@@ -386,7 +390,7 @@ def _read_prompts(prompt: Any, input_ids: Any, source: str) -> _Prompts:
 
 
 def _read_texts(prompt: Any) -> list[str]:
-    items = prompt.tolist() if callable(getattr(prompt, "tolist", None)) else prompt
+    items = unpacked("prompt", prompt)
     if not isinstance(items, list | tuple):
         raise WrongType(f"prompt must be a string or a list of strings, got {show(prompt)}")
     for index, item in enumerate(items):
@@ -417,6 +421,7 @@ def _is_row(value: Any) -> bool:
 def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
     """The rows of `input_ids`, and whether it is one flat row."""
     if isinstance(value, np.ndarray) and value.dtype != object:
+        check_count("input_ids", value.size)
         if value.ndim not in (1, 2):
             raise InvalidArgument(
                 f"input_ids has {value.ndim} dimensions; give one (ids) or two (rows of ids)"
@@ -424,7 +429,7 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
         rows: Sequence[Any] = list(value) if value.ndim == 2 else [value]
         is_flat = value.ndim == 1
     else:
-        items = value.tolist() if callable(getattr(value, "tolist", None)) else value
+        items = unpacked("input_ids", value)
         if not isinstance(items, list | tuple | range):
             raise WrongType(
                 f"input_ids must be a list of token ids or a list of such lists, got {show(value)}"
@@ -440,7 +445,7 @@ def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
     """One row of ids as a new int32 array [tokens], every id checked against the vocabulary."""
     if isinstance(row, np.ndarray) and row.dtype != object:
         return _checked_array(row, place, vocab_size)
-    items = row.tolist() if callable(getattr(row, "tolist", None)) else row
+    items = unpacked(place, row)
     if not isinstance(items, list | tuple | range):
         raise WrongType(f"{place} must be a list of token ids, got {show(row)}")
     if isinstance(items, range) and items:
@@ -471,6 +476,8 @@ def _token_id(item: Any, place: str) -> int:
 
 
 def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int) -> IntArray:
+    check_count(place, row.size)
+    row = np.asarray(row)  # a masked array compares as if what it hides were not there
     if row.ndim != 1:
         raise InvalidArgument(f"{place} has {row.ndim} dimensions; a row of token ids has one")
     if not row.size:

@@ -11,18 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, cast, get_args
 
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.logit_processors import LogitProcessor, resolve_processor
 from tokenmill.messages import EngineFacts, Grammar, GrammarKind, LogprobOptions
 from tokenmill.sampling_params import (
     SamplingParams,
+    brief,
     check_flag,
     check_real,
     check_text,
     check_whole,
     plain,
     show,
+    unpacked,
 )
 
 
@@ -117,7 +119,10 @@ def read_options(
     flags = options.each("return_logprob", check_flag, False)
     starts = options.each("logprob_start_len", _start, -1)
     tops = options.each("top_logprobs_num", _num_top, 0)
-    ids = _token_ids(given.get("token_ids_logprob"), len(places), single=single, vocab_size=facts.vocab_size)
+    with reading("token_ids_logprob"):
+        ids = _token_ids(
+            given.get("token_ids_logprob"), len(places), single=single, vocab_size=facts.vocab_size
+        )
     texts = options.each("return_text_in_logprobs", check_flag, False)
     hidden = options.each("return_hidden_states", _hidden_states, None)
     priorities = options.each("priority", _priority, None)
@@ -150,7 +155,7 @@ def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> Logpr
     start = num_prompt if asked.logprob_start == -1 else asked.logprob_start
     if start > num_prompt:
         raise InvalidArgument(
-            f"logprob_start_len is {start}, but {place} has only {num_prompt} tokens; use -1 for no "
+            f"logprob_start_len is {brief(start)}, but {place} has only {num_prompt} tokens; use -1 for no "
             "log-probabilities of the prompt"
         )
     return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids, asked.text_in_logprobs)
@@ -187,7 +192,9 @@ def _check_names(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in known:
             raise UnknownArgument(f"generate() has no argument {name!r}.{did_you_mean(name, known)}")
-        if name in _LATER and not _is_off(value, _LATER[name]):
+        with reading(name):
+            is_off = name not in _LATER or _is_off(value, _LATER[name])
+        if not is_off:
             raise InvalidArgument(f"{name} is not supported yet, got {show(value)}; leave it out")
 
 
@@ -208,6 +215,10 @@ class _Options:
 
     def each(self, name: str, check: Any, default: Any) -> list[Any]:
         """The checked value of each prompt: one for all, or a list with one for each; None is the default."""
+        with reading(name):
+            return self._each(name, check, default)
+
+    def _each(self, name: str, check: Any, default: Any) -> list[Any]:
         value = self._given.get(name)
         if not isinstance(value, list | tuple):
             return [default if value is None else check(name, value)] * self._count
@@ -269,7 +280,7 @@ def _token_ids(value: Any, count: int, *, single: bool, vocab_size: int) -> list
 def _listed(name: str, value: Any) -> list[Any]:
     if value is None:
         return []
-    items = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    items = unpacked(name, value)
     if not isinstance(items, list | tuple):
         raise WrongType(f"{name} must be a list of token ids, got {show(value)}")
     return list(items)

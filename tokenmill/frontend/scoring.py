@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, request_error
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading, request_error
 from tokenmill.frontend.inputs import InputReader, check_encodable, token_ids
 from tokenmill.messages import EngineFacts, IntArray
-from tokenmill.sampling_params import SamplingParams, check_flag, check_real, show
+from tokenmill.sampling_params import SamplingParams, check_flag, check_real, show, unpacked
 
 if TYPE_CHECKING:
     from tokenmill.frontend.client import Call, Client
@@ -92,9 +92,12 @@ class Scoring:
                 f"temperature is {temperature}, but this engine was made with "
                 "logprobs_ignore_temperature=True; leave temperature at 1.0"
             )
-        labels = _labels(label_token_ids, self._client.facts)
+        with reading("label_token_ids"):
+            labels = _labels(label_token_ids, self._client.facts)
         softmax = check_flag("apply_softmax", apply_softmax)
-        rows = self._rows(query, items, item_first=check_flag("item_first", item_first))
+        first = check_flag("item_first", item_first)
+        with reading("query or items"):
+            rows = self._rows(query, items, item_first=first)
         if not rows:
             return _Asked(None, softmax)
         job = self._reader.read(
@@ -112,10 +115,7 @@ class Scoring:
             raise InvalidArgument("query is None; give the text or the token ids that all items share")
         if items is None:
             raise InvalidArgument("items is None; give a list of texts, or of rows of token ids")
-        if isinstance(items, str):
-            items = [items]
-        elif callable(getattr(items, "tolist", None)):
-            items = items.tolist()
+        items = [items] if isinstance(items, str) else unpacked("items", items)
         if not isinstance(items, list | tuple):
             raise WrongType(f"items must be a list of texts, or of rows of token ids, got {show(items)}")
         if isinstance(query, str):

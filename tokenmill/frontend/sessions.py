@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.messages import IntArray
-from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, show
+from tokenmill.sampling_params import brief, check_flag, check_real, check_text, check_whole, show
 
 if TYPE_CHECKING:
     from tokenmill.frontend.outputs import Row
@@ -178,9 +178,9 @@ class _Session:
         num_kept = sum(turn.num_characters for turn in kept.values())
         if num_kept + num_new > self.capacity:
             raise InvalidArgument(
-                f"session {self.id!r} keeps at most {self.capacity} characters (capacity_of_str_len); it has "
-                f"{num_kept}, and this call would add {num_new}; start over with session_params['replace'], "
-                "or open a session with a larger capacity_of_str_len"
+                f"session {self.id!r} keeps at most {brief(self.capacity)} characters (capacity_of_str_len); "
+                f"it has {num_kept}, and this call would add {num_new}; start over with "
+                "session_params['replace'], or open a session with a larger capacity_of_str_len"
             )
 
 
@@ -239,7 +239,8 @@ class Sessions:
                 "session_id and session_params are both given; session_params continues a session, and "
                 "session_id is a hint: leave it out"
             )
-        wish = _read_wish(session_params)
+        with reading("session_params"):
+            wish = _read_wish(session_params)
         with self._lock:
             self._close_idle()
             session = self._find(wish.session_id)
@@ -384,8 +385,8 @@ def _inherited(session: _Session, parent: _Turn | None, wish: _Wish) -> IntArray
         count += 0 if wish.drop_previous_output else len(parent.output_ids)
     if wish.offset > count:
         raise InvalidArgument(
-            f"session_params['offset'] is {wish.offset}, but the context in session {session.id!r} has only "
-            f"{count} tokens; lower it, or leave it out to keep them all"
+            f"session_params['offset'] is {brief(wish.offset)}, but the context in session {session.id!r} "
+            f"has only {count} tokens; lower it, or leave it out to keep them all"
         )
     count = wish.offset or count
     return np.empty(0, np.int32) if parent is None else parent.tokens(count)
