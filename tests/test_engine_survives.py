@@ -150,6 +150,7 @@ class Broken:
         ("rid", lambda llm, value: llm.generate("The cat", rid=value)),
         ("top_logprobs_num", lambda llm, value: llm.generate("The cat", top_logprobs_num=value)),
         ("image_data", lambda llm, value: llm.generate("The cat", image_data=[value])),
+        ("hidden_states_format", lambda llm, value: llm.generate("The cat", hidden_states_format=value)),
         ("session_params", lambda llm, value: llm.generate("The cat", session_params=value)),
         ("messages", lambda llm, value: llm.chat(value)),
         ("tools", lambda llm, value: llm.chat([{"role": "user", "content": "Hi"}], tools=value)),

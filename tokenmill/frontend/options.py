@@ -141,11 +141,13 @@ def state_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
     value = given.get("hidden_states_format")
     if value is None:
         return "list"
-    if not isinstance(value, str) or value not in get_args(HiddenStatesFormat):
+    with reading("hidden_states_format"):
+        word = str(value) if isinstance(value, str) else ""
+    if word not in get_args(HiddenStatesFormat):
         raise InvalidArgument(
             f"hidden_states_format must be 'list', 'numpy' or 'torch', the same for all, got {show(value)}"
         )
-    return cast(HiddenStatesFormat, value)
+    return cast(HiddenStatesFormat, word)
 
 
 def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> LogprobOptions | None:
