@@ -240,7 +240,7 @@ def test_failures_can_be_raised(llm: sgl.Engine, tmp_path: Path) -> None:
         llm.flush_cache(on_error="raise")
     stream.close()
     llm.continue_generation()
-    with pytest.raises(sgl.InvalidArgument, match="'return' or 'raise'"):
+    with pytest.raises(sgl.InvalidArgument, match="'return', 'raise'"):
         llm.flush_cache(on_error="ignore")  # type: ignore[arg-type]
 
 
