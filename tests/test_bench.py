@@ -43,6 +43,8 @@ def theirs(workloads: Any, name: str, **numbers: int) -> list[list[Any]]:
 
         workloads.run_sweep(Engine())
         return sent[::2]  # it sends each twice
+    if name == "w5":
+        return [workloads.grammar(False), workloads.grammar(True)]
     made = {
         "w1": lambda: workloads.batch(**numbers),
         "w2": lambda: workloads.latency(6),
@@ -62,6 +64,8 @@ def test_requests_are_those_of_the_peers(name: str, workloads: Any) -> None:
         assert [(r.prompt_ids, r.max_new_tokens, r.temperature) for r in load.requests] == [
             (r.prompt, r.max_new_tokens, r.temperature) for r in requests
         ]
+        schemas = [None if r.json_schema is None else json.loads(r.json_schema) for r in load.requests]
+        assert schemas == [r.json_schema for r in requests]
     assert bench.notes_on(bench.Choice(), loads, GPU) == []
 
 
@@ -114,8 +118,7 @@ def test_sweep_ends_with_the_number_that_is_wanted() -> None:
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"workloads": ["w1", "w5"]}, "'w5' (structured output) is not supported yet; leave it out"),
-        ({"workloads": ["w8"]}, "workloads must be of w1, w2, w3, w4, w6, w7, got 'w8'"),
+        ({"workloads": ["w8"]}, "workloads must be of w1, w2, w3, w4, w5, w6, w7, got 'w8'"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"requests": -3}, "requests must be at least 1, got -3; leave it out"),
         ({"scale": 0.0}, "scale must be a finite number above 0 and at most 1, got 0.0; 1 is full length"),
@@ -143,7 +146,7 @@ class FakeEngine:
 
     def generate(self, *, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> Any:
         lengths = [params["max_new_tokens"] for params in sampling_params]
-        assert all(params["ignore_eos"] for params in sampling_params)
+        assert all(params["ignore_eos"] != bool(params["json_schema"]) for params in sampling_params)
         self.log.append((len(input_ids), max(lengths)))
         self.now += 2 + max(lengths)
         return [{"output_ids": [0] * n, "meta_info": {"cached_tokens": 3}} for n in lengths]
@@ -250,7 +253,7 @@ def test_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--workloads", "w5"], "workloads: 'w5' (structured output) is not supported yet"),
+        (["--workloads", "w8"], "workloads must be of w1, w2, w3, w4, w5, w6, w7, got 'w8'"),
         (["--scale", "-1"], "scale must be a finite number above 0"),
         (["--json", "missing/folder/file"], "json: 'missing/folder/file' cannot be written (No such file"),
     ],

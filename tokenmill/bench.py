@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HIGHEST_ID = 10_000  # every token id up to this one may be drawn
 CPU_SCALE = 1 / 8
 START = "w6"  # constructor to first token: measured in any case, because an engine has to start anyway
-GRAMMAR = "w5"
+GRAMMAR = "w5"  # the only one that needs a tokenizer
 DEFAULT_WORKLOADS = ("w1", "w2", "w3", "w4", "w7")
 
 # A figure -> its column in the table.
@@ -41,6 +41,29 @@ COLUMNS = {
     "ttft_ms": "ms to first token",
 }
 
+# A person as many data sets have one: texts, numbers, lists, and an object within.
+_TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
+_ADDRESS = {"street": _TEXT, "city": _TEXT, "zip": _TEXT}
+_PERSON = {
+    "name": _TEXT,
+    "age": {"type": "integer"},
+    "email": _TEXT,
+    "tags": {"type": "array", "items": _TEXT},
+    "address": {
+        "type": "object",
+        "properties": _ADDRESS,
+        "required": list(_ADDRESS),
+        "additionalProperties": False,
+    },
+    "scores": {"type": "array", "items": _NUMBER},
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": _PERSON,
+    "required": list(_PERSON),
+    "additionalProperties": False,
+}
+
 Figures = dict[str, Any]
 Report = Callable[[str], None]
 
@@ -50,11 +73,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One prompt and how it is continued; the end of sequence is ignored, so every length is exact."""
+    """One prompt and how it is continued.
+
+    The end of sequence is ignored, so every length is exact, unless the output follows a schema, which ends.
+    """
 
     prompt_ids: list[int]
     max_new_tokens: int
     temperature: float
+    json_schema: str | None = None
 
 
 class _Draw:
@@ -97,6 +124,13 @@ def _long_prompts(draw: _Draw, count: int) -> list[list[BenchRequest]]:
     return [[BenchRequest(draw.ids(length), 1, 0.0) for _ in range(count)]]
 
 
+def _structured(draw: _Draw, count: int) -> list[list[BenchRequest]]:
+    num_in, num_out = draw.scaled(128), draw.scaled(128)
+    free = [BenchRequest(draw.ids(num_in), num_out, 0.6) for _ in range(count)]
+    schema = json.dumps(_SCHEMA)
+    return [free, [dataclasses.replace(request, json_schema=schema) for request in free]]
+
+
 def _growing_batches(draw: _Draw, count: int) -> list[list[BenchRequest]]:
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
     length = draw.scaled(128)
@@ -120,6 +154,7 @@ WORKLOADS = {
     "w2": Workload("one request at a time", _one_by_one, 1, 5, 384, one_by_one=True),
     "w3": Workload("one prefix shared by all", _shared_prefix, 2, 512, 2176),
     "w4": Workload("long prompts, one token each", _long_prompts, 3, 32, 8193),
+    "w5": Workload("outputs without and with a JSON schema", _structured, 4, 128, 256),
     "w7": Workload("ever more requests at once", _growing_batches, 5, 256, 256),
 }
 
@@ -157,11 +192,6 @@ class Choice:
 
 def _check_name(name: str) -> None:
     known = sorted([*WORKLOADS, START])
-    if name == GRAMMAR:
-        raise InvalidArgument(
-            f"workloads: {name!r} (structured output) is not supported yet; leave it out, "
-            f"the others are {', '.join(known)}"
-        )
     if name not in known:
         raise InvalidArgument(f"workloads must be of {', '.join(known)}, got {name!r}")
 
@@ -195,7 +225,8 @@ def loads_of(choice: Choice, facts: Mapping[str, Any]) -> list[Load]:
                     f"{name} has sequences of at least {longest} tokens, but here one has at most {most}; "
                     f"raise context_length or max_total_tokens, or leave {name} out of workloads"
                 )
-            loads.append(Load(name, requests, workload.one_by_one, scale, highest_id))
+            label = f"{name}-json" if requests[0].json_schema else name
+            loads.append(Load(label, requests, workload.one_by_one, scale, highest_id))
     return loads
 
 
@@ -211,7 +242,7 @@ def notes_on(choice: Choice, loads: Sequence[Load], facts: Mapping[str, Any]) ->
     elif choice.scale not in (None, 1):
         notes.append(f"all lengths times {choice.scale:g}, as --scale says")
     wanted = _scale(choice, facts)
-    for name, scale in {load.workload: load.scale for load in loads}.items():
+    for name, scale in {load.workload.removesuffix("-json"): load.scale for load in loads}.items():
         if scale < wanted:
             notes.append(
                 f"{name}: all lengths times {scale:.3g}, because a sequence has at most "
@@ -302,14 +333,20 @@ def _time_one_by_one(engine: Engine, requests: Sequence[BenchRequest]) -> Figure
 
 def _generate(engine: Engine, requests: Sequence[BenchRequest]) -> list[dict[str, Any]]:
     params = [
-        {"temperature": r.temperature, "max_new_tokens": r.max_new_tokens, "ignore_eos": True}
-        for r in requests
+        {
+            "temperature": request.temperature,
+            "max_new_tokens": request.max_new_tokens,
+            "ignore_eos": request.json_schema is None,
+            "json_schema": request.json_schema,
+        }
+        for request in requests
     ]
     results: list[dict[str, Any]] = engine.generate(
         input_ids=[r.prompt_ids for r in requests], sampling_params=params
     )
     for request, result in zip(requests, results, strict=True):
-        assert len(result["output_ids"]) == request.max_new_tokens  # else the figures would not compare
+        is_exact = len(result["output_ids"]) == request.max_new_tokens
+        assert is_exact or request.json_schema is not None, "else the figures would not compare"
     return results
 
 

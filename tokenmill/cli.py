@@ -435,7 +435,9 @@ def _bench(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(_append_to(options.json)) if options.json is not None else None
         start = time.perf_counter()
-        engine = stack.enter_context(_open_engine(options, skip_tokenizer_init=True))
+        engine = stack.enter_context(
+            _open_engine(options, skip_tokenizer_init=bench.GRAMMAR not in choice.workloads)
+        )
         bench.first_token(engine)
         started = {"requests": 1, "seconds": round(time.perf_counter() - start, 4)}
         known = engine.get_server_info()
