@@ -295,6 +295,8 @@ def test_what_users_reach_as_tokenizer_manager(llm: sgl.Engine) -> None:
     manager = llm.tokenizer_manager
     assert manager.tokenizer is llm.get_tokenizer()
     assert manager.server_args is llm.server_args
+    assert manager.model_config.vocab_size == llm.get_server_info()["vocab_size"]
+    assert manager.context_len == manager.model_config.context_len == llm.get_server_info()["context_length"]
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(llm.generate(PROMPT, LONG, rid="long")))
     thread.start()

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -281,9 +282,22 @@ class Served(Protocol):
     @property
     def server_args(self) -> Any: ...
     def get_tokenizer(self) -> Any: ...
+    def get_server_info(self) -> dict[str, Any]: ...
     def abort(self, rid: str = "", abort_all: bool = False) -> None: ...
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None: ...
     def continue_generation(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is read of `engine.tokenizer_manager.model_config`, under SGLang's names."""
+
+    path: str
+    context_len: int
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    is_generation: bool = True
 
 
 class TokenizerManager:
@@ -301,6 +315,23 @@ class TokenizerManager:
     def tokenizer(self) -> Any:
         """The engine's tokenizer."""
         return self._engine.get_tokenizer()
+
+    @property
+    def model_config(self) -> ModelFacts:
+        """The model's sizes."""
+        info = self._engine.get_server_info()
+        return ModelFacts(
+            path=info["model_path"],
+            context_len=info["context_length"],
+            vocab_size=info["vocab_size"],
+            hidden_size=info["hidden_size"],
+            num_hidden_layers=info["num_layers"],
+        )
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.model_config.context_len
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """See `Engine.abort`."""
