@@ -124,7 +124,7 @@ def test_bad_grammar_fails_alone(llm: Any) -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Any]:
-    with sgl.Engine(model_path="tiny") as engine:
+    with sgl.Engine(model_path="tiny", random_seed=1) as engine:
         yield engine
 
 
@@ -145,7 +145,8 @@ def test_ignore_eos_goes_on_with_ends_of_text(plain: Any) -> None:
     output = plain.generate("Well,", params)
     assert output["text"] in ("yes", "no")
     assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
-    assert output["output_ids"][-1] == plain.get_tokenizer().eos_token_id
+    # Any of the model's ends of text, as the draw will have it.
+    assert output["output_ids"][-1] in plain.get_server_info()["eos_token_ids"]
 
 
 def test_more_tokens_than_the_grammar_has(plain: Any) -> None:
