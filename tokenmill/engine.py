@@ -9,16 +9,18 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from tokenmill.arguments import resolve_arguments
 from tokenmill.config import EngineConfig
-from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
+from tokenmill.errors import InvalidArgument
+from tokenmill.frontend.calls import Call
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
-from tokenmill.frontend.client import Call, Client
+from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
+from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
@@ -312,16 +314,7 @@ class Engine:
 
     def get_model_info(self) -> dict[str, Any]:
         """What is served: path, name, kind and version of the model."""
-        return {
-            "model_path": self.config.model_path,
-            "served_model_name": self.config.served_model_name or self.config.model_path,
-            "is_generation": True,
-            "weight_version": self._client.weight_version,
-            "load_format": self.config.load_format,
-            "reasoning_parser": None,
-            "tool_call_parser": None,
-            "disaggregation_mode": "null",
-        }
+        return model_info(self.config, self._client.weight_version)
 
     def get_server_info(self) -> dict[str, Any]:
         """All arguments, with the numbers that the engine decided on, and facts on model, memory and load.
@@ -329,27 +322,8 @@ class Engine:
         `internal_states` has one entry; in its `memory_usage`, sizes are in GiB. After `shutdown` it has
         none, and `status` is "closed".
         """
-        facts, arguments = _fields(self._client.facts), _fields(self.config)
-        try:
-            states = [{**arguments, **_internal_state(facts, self._control.state())}]
-        except (EngineClosed, EngineDead):
-            states = []
-        return {
-            **arguments,
-            **facts,
-            "status": "ready" if states else "closed",
-            "tokenizer_path": self.config.tokenizer_path or self.config.model_path,
-            "served_model_name": self.config.served_model_name or self.config.model_path,
-            "weight_version": self._client.weight_version,
-            "max_total_tokens": facts["max_total_num_tokens"],
-            "max_req_input_len": facts["max_sequence_tokens"] - 1,
-            "tp_size": 1,
-            "dp_size": 1,
-            "pp_size": 1,
-            "internal_states": states,
-            "startup_time": self._startup_seconds,
-            "version": sys.modules["tokenmill"].__version__,  # an import would close a circle
-        }
+        version = sys.modules["tokenmill"].__version__  # an import would close a circle
+        return self._control.server_info(self.config, version, self._startup_seconds)
 
     def get_metrics(self) -> str:
         """Figures in Prometheus' text format. Raises `InvalidArgument` without `enable_metrics=True`."""
@@ -473,24 +447,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-
-
-def _internal_state(facts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "memory_usage": {
-            "weight": facts["weight_bytes"] / 2**30,
-            "kvcache": state["cache_bytes"] / 2**30,
-            "token_capacity": facts["max_total_num_tokens"],
-            "graph": state["graph_bytes"] / 2**30,
-        },
-        "effective_max_running_requests_per_dp": facts["max_running_requests"],
-        "last_gen_throughput": state["last_gen_throughput"],
-        "num_running_requests": state["running"],
-        "num_waiting_requests": state["waiting"],
-        "paused": state["paused"],
-        "released": state["released"],
-    }

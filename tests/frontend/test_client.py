@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tokenmill import EngineClosed, EngineConfig, EngineDead, InvalidArgument
-from tokenmill.frontend.client import Call, Client
+from tokenmill.frontend.calls import Call
+from tokenmill.frontend.client import Client
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.outputs import Arrival
 from tokenmill.frontend.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
@@ -21,14 +20,14 @@ from tokenmill.errors import (
     EngineClosed,
     EngineDead,
     InvalidArgument,
-    TokenmillError,
     WrongState,
     request_error,
 )
+from tokenmill.frontend.calls import Call, Wake
 from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
-from tokenmill.frontend.sessions import NO_SESSION, Continuation
+from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
 from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
 from tokenmill.metrics import Metrics
 
@@ -37,62 +36,6 @@ if TYPE_CHECKING:
     from tokenmill.frontend.tokenizer import Tokenizer
 
 _TIMED_OUT = 408
-
-Wake = Callable[[], None]
-
-
-class Call:
-    """One generate(): its rows, and what arrived for them and was not taken yet.
-
-    The core's thread puts, one waiting thread or task takes.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        requests: Sequence[Request],
-        *,
-        shape: Shape,
-        streams: bool,
-        session: Continuation = NO_SESSION,
-    ) -> None:
-        self.rows = rows
-        self.requests = requests  # as the core gets them
-        self.shape = shape
-        self.streams = streams
-        self.session = session
-        self.num_unfinished = len(rows)
-        self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
-        self._lock = threading.Lock()
-        self._arrived: list[tuple[Row, Arrival]] = []
-        self._failure: TokenmillError | None = None
-        self._wake: Wake | None = None
-
-    def put(self, arrived: list[tuple[Row, Arrival]]) -> None:
-        """Add what the core sent, and wake the taker."""
-        with self._lock:
-            self._arrived += arrived
-            wake, self._wake = self._wake, None
-        if wake is not None:
-            wake()
-
-    def fail(self, failure: TokenmillError) -> None:
-        """Let the taker raise `failure` once it has taken what arrived."""
-        with self._lock:
-            self._failure = failure
-            wake, self._wake = self._wake, None
-        if wake is not None:
-            wake()
-
-    def take(self, wake: Wake) -> list[tuple[Row, Arrival]]:
-        """What arrived; if nothing did, an empty list, and `wake` is called once when something does."""
-        with self._lock:
-            arrived, self._arrived = self._arrived, []
-            if not arrived:
-                if self._failure is not None:
-                    raise self._failure
-                self._wake = wake
-        return arrived
 
 
 class Client:
@@ -171,7 +114,7 @@ class Client:
             self.submit(call)
             with self._progress(call) as report:
                 while call.num_unfinished:
-                    wake = _LoopWake()
+                    wake = LoopWake()
                     if advanced := self.advance(call, wake):
                         report(advanced)
                         if call.shown:
@@ -188,12 +131,12 @@ class Client:
     def stream(self, call: Call, *, owner: object) -> ResultStream:
         """Start a call and give its chunks; `owner` stays alive as long as the stream."""
         self.submit(call)
-        return ResultStream(self, call, owner)
+        return ResultStream(self.advance, self.drop, call, owner)
 
     def stream_async(self, call: Call, *, owner: object) -> AsyncResultStream:
         """As `stream`, for `async for`."""
         self.submit(call)
-        return AsyncResultStream(self, call, owner)
+        return AsyncResultStream(self.advance, self.drop, call, owner)
 
     def advance(self, call: Call, wake: Wake) -> list[Advance]:
         """Rows of the call that got further since last time, in the order in which they did.
@@ -375,100 +318,6 @@ class Client:
             calls = self._forget_all()
         for call in calls:
             call.fail(_engine_dead(error))
-
-
-# ── streams ───────────────────────────────────────────────────────────────────────────────────
-
-
-class _Stream:
-    """What both kinds of streams share: chunks that are ready, and the end of the call."""
-
-    def __init__(self, client: Client, call: Call, owner: object) -> None:
-        self._client = client
-        self._call = call
-        # An engine that nobody holds is shut down; a stream must be able to end first.
-        self._owner = owner
-        self._ready: deque[dict[str, Any]] = deque()
-        self._closed = False
-
-    def _fill(self, wake: Wake) -> bool:
-        """Whether a chunk is ready, or the stream has ended; if not, `wake` is called when to look again."""
-        if not self._ready and not self._ended:
-            self._ready.extend(advance.chunk for advance in self._client.advance(self._call, wake))
-        return bool(self._ready) or self._ended
-
-    @property
-    def _ended(self) -> bool:
-        return self._closed or not self._call.num_unfinished
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._ready.clear()
-            self._client.drop(self._call)
-
-    def __del__(self) -> None:
-        self._close()
-
-
-class ResultStream(_Stream, Iterator[dict[str, Any]]):
-    """Chunks of one call. Closing it, or letting go of it, cancels what has not finished."""
-
-    def __next__(self) -> dict[str, Any]:
-        woken = threading.Event()
-        try:
-            while not self._fill(woken.set):
-                woken.wait()
-                woken.clear()
-        except BaseException:
-            self._close()
-            raise
-        if not self._ready:
-            raise StopIteration
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        """End the stream and cancel what has not finished. Idempotent."""
-        self._close()
-
-
-class AsyncResultStream(_Stream, AsyncIterator[dict[str, Any]]):
-    """As `ResultStream`, in any event loop."""
-
-    async def __anext__(self) -> dict[str, Any]:
-        try:
-            while not self._fill(wake := _LoopWake()):
-                await wake.sleep()
-        except BaseException:
-            self._close()
-            raise
-        if not self._ready:
-            raise StopAsyncIteration
-        return self._ready.popleft()
-
-    async def aclose(self) -> None:
-        """End the stream and cancel what has not finished. Idempotent."""
-        self._close()
-
-
-class _LoopWake:
-    """Wakes a task of the running event loop, from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._woken = self._loop.create_future()
-
-    def __call__(self) -> None:
-        # A closed loop has nobody left to wake.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._set)
-
-    def _set(self) -> None:
-        if not self._woken.done():  # the sleeping task was cancelled
-            self._woken.set_result(None)
-
-    async def sleep(self) -> None:
-        await self._woken
 
 
 # ── ids, death ───────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import (
+    EngineClosed,
+    EngineDead,
     InvalidArgument,
     UnknownArgument,
     WrongState,
@@ -23,6 +26,7 @@ from tokenmill.errors import (
     did_you_mean,
     reading,
 )
+from tokenmill.frontend.facts import server_info
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.sampling_params import brief, check_flag, check_text, check_whole, show
 
@@ -86,6 +90,19 @@ class Control:
         gc.collect()
         gc.freeze()
         self._client.call_core("freeze_gc")
+
+    def server_info(self, config: EngineConfig, version: str, startup_seconds: float) -> dict[str, Any]:
+        """See `Engine.get_server_info`."""
+        try:
+            state = self.state()
+        except (EngineClosed, EngineDead):
+            state = None
+        rest = {
+            "weight_version": self._client.weight_version,
+            "startup_time": startup_seconds,
+            "version": version,
+        }
+        return server_info(config, self._client.facts, state, rest)
 
     # ── profiles ──────────────────────────────────────────────────────────────────────────────
 

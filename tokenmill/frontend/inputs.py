@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 import threading
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import InvalidArgument, WrongType, reading
+from tokenmill.errors import InvalidArgument, reading
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import (
     RequestOptions,
@@ -25,10 +24,11 @@ from tokenmill.frontend.options import (
     state_format,
     without_prompt,
 )
+from tokenmill.frontend.prompts import Prompts, read_prompts, token_ids
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
-from tokenmill.sampling_params import SamplingParams, check_count, plain, show, unpacked
+from tokenmill.sampling_params import SamplingParams, show
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
 # some time, each token past the stop costs the device some.
@@ -57,23 +57,6 @@ class Job:
     single: bool  # one prompt with one sample: the caller wants a dict, not a list
     session: Continuation = NO_SESSION
     hidden_states_format: HiddenStatesFormat = "list"
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """What is to be completed, before tokenizing: texts, or rows of token ids."""
-
-    name: str  # the argument that holds the tokens
-    texts: Sequence[str]
-    id_rows: Sequence[Any]
-    single: bool
-
-    def __len__(self) -> int:
-        return len(self.texts) if self.name == "prompt" else len(self.id_rows)
-
-    def place(self, index: int) -> str:
-        """How a message names an item: `prompt[3]`, or `prompt` if there is only one."""
-        return self.name if self.single else f"{self.name}[{index}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +115,7 @@ class InputReader:
         Raises `InvalidArgument`, `WrongType` or `UnknownArgument`, which name the item and the limit.
         """
         with reading(source if prompt is None else "prompt"):
-            prompts = _read_prompts(prompt, input_ids, source)
+            prompts = read_prompts(prompt, input_ids, source)
         places = [prompts.place(index) for index in range(len(prompts))]
         asked = read_options(options or {}, places, single=prompts.single, facts=self._facts)
         with reading("sampling_params"):
@@ -162,7 +145,7 @@ class InputReader:
 
     # ── sampling parameters ──
 
-    def _read_settings(self, value: Any, prompts: _Prompts, *, stream: bool) -> list[_Settings]:
+    def _read_settings(self, value: Any, prompts: Prompts, *, stream: bool) -> list[_Settings]:
         """One entry for each prompt; a value used for several prompts is read once."""
         count = len(prompts)
         if not isinstance(value, list | tuple):
@@ -242,7 +225,7 @@ class InputReader:
 
     # ── tokens ──
 
-    def _tokenize(self, prompts: _Prompts) -> list[IntArray]:
+    def _tokenize(self, prompts: Prompts) -> list[IntArray]:
         if not prompts.texts:
             return []
         if self._tokenizer is None:
@@ -264,7 +247,7 @@ class InputReader:
                 )
         return rows
 
-    def _check_ids(self, prompts: _Prompts) -> list[IntArray]:
+    def _check_ids(self, prompts: Prompts) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
         return [token_ids(row, prompts.place(i), vocab_size) for i, row in enumerate(prompts.id_rows)]
 
@@ -363,134 +346,3 @@ def _logprob_interval(logprobs: LogprobOptions | None, number: int) -> int:
 
 def _with_min_tokens_at_most(params: SamplingParams, limit: int) -> SamplingParams:
     return params if params.min_new_tokens <= limit else replace(params, min_new_tokens=limit)
-
-
-# ── shapes ────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_prompts(prompt: Any, input_ids: Any, source: str) -> _Prompts:
-    """Whether the call is single or a batch, and its items; `prompt` decides, `input_ids` are what is run."""
-    if prompt is None and input_ids is None:
-        raise InvalidArgument("there is nothing to generate from; give prompt or input_ids")
-    if prompt is None:
-        rows, single = _read_id_rows(input_ids)
-        return _Prompts(source, (), rows, single)
-    single = isinstance(prompt, str)
-    texts = [str(prompt)] if isinstance(prompt, str) else _read_texts(prompt)
-    for index, text in enumerate(texts):
-        check_encodable(text, "prompt" if single else f"prompt[{index}]")
-    if input_ids is None:
-        return _Prompts("prompt", texts, (), single)
-    rows, is_flat = _read_id_rows(input_ids)
-    if is_flat != single or len(rows) != len(texts):
-        shape = "one row of ids" if is_flat else f"a batch of {len(rows)}"
-        wanted = "a single string" if single else f"a batch of {len(texts)}"
-        raise InvalidArgument(f"input_ids is {shape}, but prompt is {wanted}; give both in the same shape")
-    return _Prompts("input_ids", (), rows, single)
-
-
-def _read_texts(prompt: Any) -> list[str]:
-    items = unpacked("prompt", prompt)
-    if not isinstance(items, list | tuple):
-        raise WrongType(f"prompt must be a string or a list of strings, got {show(prompt)}")
-    for index, item in enumerate(items):
-        if not isinstance(item, str):
-            hint = "; token ids go into input_ids" if isinstance(item, int | list | tuple) else ""
-            raise WrongType(f"prompt[{index}] must be a string, got {show(item)}{hint}")
-    return [str(item) for item in items]
-
-
-def check_encodable(text: str, place: str) -> None:
-    """Raise for what is a Python string, but no text. `place` is what the message calls it."""
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{place} has half a surrogate pair at character {error.start}, which is no text; remove it"
-        ) from None
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple | range) or (
-        callable(getattr(value, "tolist", None)) and getattr(value, "shape", None) != ()
-    )
-
-
-def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
-    """The rows of `input_ids`, and whether it is one flat row."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        check_count("input_ids", value.size)
-        if value.ndim not in (1, 2):
-            raise InvalidArgument(
-                f"input_ids has {value.ndim} dimensions; give one (ids) or two (rows of ids)"
-            )
-        rows: Sequence[Any] = list(value) if value.ndim == 2 else [value]
-        is_flat = value.ndim == 1
-    else:
-        items = unpacked("input_ids", value)
-        if not isinstance(items, list | tuple | range):
-            raise WrongType(
-                f"input_ids must be a list of token ids or a list of such lists, got {show(value)}"
-            )
-        is_flat = bool(items) and not _is_row(items[0])
-        rows = [items] if is_flat else items
-    if not len(rows):
-        raise InvalidArgument("input_ids is empty; give at least one token id")
-    return rows, is_flat
-
-
-def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
-    """One row of ids as a new int32 array [tokens], every id checked against the vocabulary."""
-    if isinstance(row, np.ndarray) and row.dtype != object:
-        return _checked_array(row, place, vocab_size)
-    items = unpacked(place, row)
-    if not isinstance(items, list | tuple | range):
-        raise WrongType(f"{place} must be a list of token ids, got {show(row)}")
-    if isinstance(items, range) and items:
-        # The ends tell all, before anyone walks through an endless range.
-        for position in (0, -1):
-            if not 0 <= items[position] < vocab_size:
-                raise _outside(f"{place}[{position}]", items[position], vocab_size)
-    # The types of a row are looked at in C, so that a long row of plain integers costs next to nothing.
-    if set(map(type, items)) - {int}:
-        items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
-    if not items:
-        raise InvalidArgument(f"{place} is empty; give at least one token id")
-    try:
-        ids = np.frombuffer(array("i", items), dtype=np.int32)  # twice as fast as `np.array` of a list
-    except OverflowError:
-        ids = None
-    if ids is None or ids.min() < 0 or ids.max() >= vocab_size:
-        position = next(at for at, item in enumerate(items) if not 0 <= item < vocab_size)
-        raise _outside(f"{place}[{position}]", items[position], vocab_size)
-    return ids
-
-
-def _token_id(item: Any, place: str) -> int:
-    number = plain(item)
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise WrongType(f"{place} must be an integer (a token id), got {show(item)}")
-    return int(number)
-
-
-def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int) -> IntArray:
-    check_count(place, row.size)
-    row = np.asarray(row)  # a masked array compares as if what it hides were not there
-    if row.ndim != 1:
-        raise InvalidArgument(f"{place} has {row.ndim} dimensions; a row of token ids has one")
-    if not row.size:
-        raise InvalidArgument(f"{place} is empty; give at least one token id")
-    if row.dtype.kind not in "iu":
-        raise WrongType(f"{place} must hold integers (token ids), got an array of {row.dtype}")
-    if row.min() < 0 or row.max() >= vocab_size:
-        position = int(np.flatnonzero((row < 0) | (row >= vocab_size))[0])
-        raise _outside(f"{place}[{position}]", int(row[position]), vocab_size)
-    return row.astype(np.int32)
-
-
-def _outside(place: str, value: int, vocab_size: int) -> InvalidArgument:
-    return InvalidArgument(
-        f"{place} is {show(value)}, but the vocabulary has {vocab_size} ids (0 to {vocab_size - 1})"
-    )

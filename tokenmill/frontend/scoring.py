@@ -15,12 +15,14 @@ import numpy as np
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading, request_error
-from tokenmill.frontend.inputs import InputReader, check_encodable, token_ids
+from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.prompts import check_encodable, token_ids
 from tokenmill.messages import EngineFacts, IntArray
 from tokenmill.sampling_params import SamplingParams, check_flag, check_real, show, unpacked
 
 if TYPE_CHECKING:
-    from tokenmill.frontend.client import Call, Client
+    from tokenmill.frontend.calls import Call
+    from tokenmill.frontend.client import Client
     from tokenmill.frontend.tokenizer import Tokenizer
 
 

@@ -1,0 +1,110 @@
+"""Streams of result chunks, blocking and async, and how a task of an event loop is woken.
+
+Owns the chunks that are ready and when a stream has ended; where they come from is the client's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from tokenmill.frontend.calls import Call, Wake
+from tokenmill.frontend.progress import Advance
+
+Advancing = Callable[[Call, Wake], list[Advance]]
+
+
+class _Stream:
+    """What both kinds of streams share: chunks that are ready, and the end of the call."""
+
+    def __init__(self, advance: Advancing, drop: Callable[[Call], None], call: Call, owner: object) -> None:
+        self._advance = advance
+        self._drop = drop
+        self._call = call
+        # An engine that nobody holds is shut down; a stream must be able to end first.
+        self._owner = owner
+        self._ready: deque[dict[str, Any]] = deque()
+        self._closed = False
+
+    def _fill(self, wake: Wake) -> bool:
+        """Whether a chunk is ready, or the stream has ended; if not, `wake` is called when to look again."""
+        if not self._ready and not self._ended:
+            self._ready.extend(advance.chunk for advance in self._advance(self._call, wake))
+        return bool(self._ready) or self._ended
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or not self._call.num_unfinished
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._ready.clear()
+            self._drop(self._call)
+
+    def __del__(self) -> None:
+        self._close()
+
+
+class ResultStream(_Stream, Iterator[dict[str, Any]]):
+    """Chunks of one call. Closing it, or letting go of it, cancels what has not finished."""
+
+    def __next__(self) -> dict[str, Any]:
+        woken = threading.Event()
+        try:
+            while not self._fill(woken.set):
+                woken.wait()
+                woken.clear()
+        except BaseException:
+            self._close()
+            raise
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """End the stream and cancel what has not finished. Idempotent."""
+        self._close()
+
+
+class AsyncResultStream(_Stream, AsyncIterator[dict[str, Any]]):
+    """As `ResultStream`, in any event loop."""
+
+    async def __anext__(self) -> dict[str, Any]:
+        try:
+            while not self._fill(wake := LoopWake()):
+                await wake.sleep()
+        except BaseException:
+            self._close()
+            raise
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """End the stream and cancel what has not finished. Idempotent."""
+        self._close()
+
+
+class LoopWake:
+    """Wakes a task of the running event loop, from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._woken = self._loop.create_future()
+
+    def __call__(self) -> None:
+        # A closed loop has nobody left to wake.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        if not self._woken.done():  # the sleeping task was cancelled
+            self._woken.set_result(None)
+
+    async def sleep(self) -> None:
+        await self._woken
