@@ -137,6 +137,7 @@ PUBLIC = {
     "QueueFull",
     "RequestFailed",
     "RequestTimeout",
+    "RowError",
     "WrongState",
     "WrongType",
     "UnknownArgument",
