@@ -197,7 +197,7 @@ class Flow:
                     rest = 2 * time.perf_counter() - began
                 if (finished := self.pop()) is not None:
                     yield finished
-                elif not self.take(woken.set) and not (is_open and self.has_room):
+                elif self.num_held and not self.take(woken.set) and not (is_open and self.has_room):
                     woken.wait()
                     woken.clear()
         if failure is not None:
@@ -220,7 +220,7 @@ class Flow:
         return prepared
 
     def start(self, prepared: Sequence[Prepared]) -> None:
-        """Start rows. Raises `EngineDead`, `EngineClosed`, or `WrongState`. After `close` it does nothing."""
+        """Start rows; does nothing after `close`. Closes if the engine has ended, and raises that."""
         if self._closed:
             return
         self.chunk = max(self.chunk, len(prepared))
@@ -234,7 +234,11 @@ class Flow:
                 calls.append(call)
             else:
                 self._finish(slot, [call])
-        self._client.submit_all(calls)
+        try:
+            self._client.submit_all(calls)
+        except BaseException:
+            self.close()
+            raise
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""

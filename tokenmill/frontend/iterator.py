@@ -282,13 +282,13 @@ class _AsyncRows:
     async def next(self) -> Finished | None:
         """The next row that is ready; None after the last. An error of the items comes after their rows."""
         while self._is_open or self._flow.num_held:
+            self._wake = LoopWake()  # before it is known that nothing is there
             if self._is_open and self._flow.has_room and self._reading is None:
                 self._reading = asyncio.create_task(self._read_more())
             if self._reading is not None:
                 await asyncio.sleep(0)  # lets it get on where results are always ready
             if (finished := self._flow.pop()) is not None:
                 return finished
-            self._wake = LoopWake()
             if not self._flow.take(self._wake):
                 await self._wake.sleep()
         if self._failure is not None:
