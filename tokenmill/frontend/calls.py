@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import RowError, TokenmillError
+from tokenmill.frontend.failures import failure
 from tokenmill.frontend.outputs import Arrival, Row, Shape
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Request
@@ -27,12 +28,16 @@ class Call:
         shape: Shape,
         streams: bool,
         session: Continuation = NO_SESSION,
+        returns_errors: bool = False,
     ) -> None:
         self.rows = rows
-        self.requests = requests  # as the core gets them
+        # Those that run: all but the ones that failed before; and their requests as the core gets them.
+        self.running = rows
+        self.requests = requests
         self.shape = shape
         self.streams = streams
         self.session = session
+        self.returns_errors = returns_errors  # in results; otherwise the first one is raised
         self.num_unfinished = len(rows)
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
         self._lock = threading.Lock()
@@ -47,6 +52,14 @@ class Call:
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
+
+    def refuse(self, errors: Mapping[int, RowError]) -> None:
+        """End the rows with these indexes before they run."""
+        if errors:
+            left = [at for at, row in enumerate(self.running) if row.index not in errors]
+            self.running = [self.running[at] for at in left]
+            self.requests = [self.requests[at] for at in left]
+            self.put([failure(self.rows[index], error) for index, error in errors.items()])
 
     def fail(self, failure: TokenmillError) -> None:
         """Let the taker raise `failure` once it has taken what arrived."""

@@ -17,7 +17,7 @@ from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
-_ABORTED = 499  # as web servers note that a client has gone
+ABORTED = 499  # as web servers note that a client has gone
 # Longest that a thread works on results before the core's thread gets a turn; it would wait 5 ms for one.
 _TURN_SECONDS = 0.0002
 
@@ -284,5 +284,5 @@ def error_of(finish: Finish) -> RowError | None:
     return RowError(
         type=finish.error_type or "aborted",
         message=finish.message or "the request was aborted",
-        status_code=finish.status_code or _ABORTED,
+        status_code=finish.status_code or ABORTED,
     )
