@@ -53,9 +53,7 @@ class ChatTemplate:
         them up; conversations at fault have no ids.
         """
         if self._tokenizer is None:
-            raise InvalidArgument(
-                "chat needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
-            )
+            raise _no_tokenizer()
         with reading("messages"):
             conversations, places = _read_conversations(messages)
         settings = self._settings(asked)
@@ -66,11 +64,25 @@ class ChatTemplate:
                 lambda index, conversation: self._render(conversation, places[index], settings),
                 "",
             )
-        rows: list[list[int]] = faults.together("messages", texts, self._encode, [])
+        rows: list[list[int]] = faults.together("messages", texts, self.encode, [])
         rows = faults.each("messages", rows, lambda index, row: _not_empty(row, places[index]), [])
         return rows if _is_batch(messages) else rows[0]
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def text(self, messages: Any, asked: ChatOptions) -> str:
+        """The prompt of one conversation, for `encode`. Raises as `token_ids`."""
+        if self._tokenizer is None:
+            raise _no_tokenizer()
+        settings = self._settings(asked)
+        with reading("messages"):
+            conversations, places = _read_conversations(messages)
+            if len(conversations) > 1:
+                raise InvalidArgument(
+                    f"messages is a list of {len(conversations)} conversations; give one in each item"
+                )
+            return self._render(conversations[0], places[0], settings)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of prompts that the template made."""
         assert self._tokenizer is not None
         try:
             return self._tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -149,6 +161,12 @@ def check_chat_options(options: Mapping[str, Any]) -> None:
     for name in ("prompt", "input_ids"):
         if name in options:
             raise UnknownArgument(f"chat() has no argument {name!r}; give messages, or use generate()")
+
+
+def _no_tokenizer() -> InvalidArgument:
+    return InvalidArgument(
+        "chat needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
+    )
 
 
 def _is_template(text: str) -> bool:

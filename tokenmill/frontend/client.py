@@ -26,7 +26,7 @@ from tokenmill.errors import (
     WrongState,
     request_error,
 )
-from tokenmill.frontend.calls import Call, Wake
+from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
 from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
 from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.frontend.observers import open_observers
@@ -80,8 +80,11 @@ class Client:
 
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
-    def prepare(self, job: Job, *, stream: bool) -> Call:
-        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core."""
+    def prepare(self, job: Job, *, stream: bool, mail: Mailbox | None = None) -> Call:
+        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core.
+
+        What comes back goes to `mail`, if several calls are waited for together.
+        """
         faults = Faults(returned=job.returns_errors, found=job.errors)
         if self._config.core_process:
             self._check_crossing(job.requests, faults)
@@ -109,6 +112,7 @@ class Client:
             streams=stream,
             session=job.session,
             returns_errors=job.returns_errors,
+            mail=mail,
         )
         call.refuse(faults.found)
         return call
@@ -195,10 +199,16 @@ class Client:
             arrived = call.take(wake)
             if not arrived:
                 break
-            for row, arrival in arrived:
-                if row.finish is None:  # else it is a token after a stop in the text
-                    advanced.append(self._advance_row(call, row, arrival))
+            advanced = self.take_in(call, arrived)
         return advanced
+
+    def take_in(self, call: Call, arrived: Arrived) -> list[Advance]:
+        """Rows of the call that got further by what arrived."""
+        return [
+            self._advance_row(call, row, arrival)
+            for row, arrival in arrived
+            if row.finish is None  # else it is a token after a stop in the text
+        ]
 
     def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
         piece = row.take(arrival)
@@ -232,13 +242,21 @@ class Client:
         return self._tokenizer.open_text(request)
 
     def _results(self, call: Call) -> ResultList:
-        texts = [row.text for row in call.rows]
-        plain = [row for row in call.rows if not row.has_text]
+        return results_of(call.rows, self._texts(call.rows), call.shape)
+
+    def results(self, calls: Sequence[Call]) -> list[ResultList]:
+        """The results of each of some finished calls, as lists; their texts are made together."""
+        texts = iter(self._texts([row for call in calls for row in call.rows]))
+        return [results_of(call.rows, [next(texts) for _ in call.rows], call.shape) for call in calls]
+
+    def _texts(self, rows: Sequence[Row]) -> list[str]:
+        texts = [row.text for row in rows]
+        plain = [place for place, row in enumerate(rows) if not row.has_text]
         if self._tokenizer is not None and plain:
-            decoded = self._tokenizer.texts([(row.request, row.ids_with_text) for row in plain])
-            for row, text in zip(plain, decoded, strict=True):
-                texts[row.index] = text
-        return results_of(call.rows, texts, call.shape)
+            ended = [(rows[place].request, rows[place].ids_with_text) for place in plain]
+            for place, text in zip(plain, self._tokenizer.texts(ended), strict=True):
+                texts[place] = text
+        return texts
 
     def _progress(self, call: Call) -> contextlib.AbstractContextManager[Report]:
         return open_progress(
@@ -252,9 +270,7 @@ class Client:
         with self._lock:
             self._raise_if_ended()
             self._raise_if_released()
-            self._refuse_taken_ids(call)
-            self._flying.update((row.name, (call, row)) for row in call.running)
-            self._flying_ids.update(row.request.id for row in call.running)
+            self._register(call)
         for observer in self._observers:
             for row in call.rows:
                 observer.received(row)
@@ -267,7 +283,23 @@ class Client:
             raise
         self._core_cancel(obsolete)
 
-    def _refuse_taken_ids(self, call: Call) -> None:
+    def submit_all(self, calls: Sequence[Call]) -> None:
+        """Start calls that return errors, and belong to no session.
+
+        Raises `EngineDead` and `EngineClosed`, and `WrongState` while memory is released.
+        """
+        with self._lock:
+            self._raise_if_ended()
+            self._raise_if_released()
+            for call in calls:
+                self._register(call)
+        for observer in self._observers:
+            for row in itertools.chain.from_iterable(call.rows for call in calls):
+                observer.received(row)
+        self._core.submit([request for call in calls for request in call.requests])
+
+    def _register(self, call: Call) -> None:
+        """With the lock held, note which rows are in flight; not those with ids that others have there."""
         faults = Faults(returned=call.returns_errors)
         for row in call.running:
             if row.request.id in self._flying_ids:
@@ -277,11 +309,15 @@ class Client:
                 )
                 faults.add(row.index, InvalidArgument(message))
         call.refuse(faults.found)
+        self._flying.update((row.name, (call, row)) for row in call.running)
+        self._flying_ids.update(row.request.id for row in call.running)
+        call.start()
 
-    def drop(self, call: Call) -> None:
-        """Nobody waits for this call any more: cancel what is left of it."""
-        call.session.drop()
-        self._cancel([row.name for row in call.rows])
+    def drop(self, *calls: Call) -> None:
+        """Nobody waits for these calls any more: cancel what is left of them."""
+        for call in calls:
+            call.session.drop()
+        self._cancel([row.name for call in calls for row in call.rows])
 
     def abort(self, request_id: str, *, every: bool) -> None:
         """End requests; their callers get what is there so far. Ids that are not in flight are ignored.
@@ -384,7 +420,7 @@ def _fail(flying: Sequence[tuple[Call, Row]], error: Callable[[], TokenmillError
     for call, row in flying:
         calls.setdefault(call, []).append(row)
     for call, rows in calls.items():
-        if call.returns_errors:
+        if call.returns_errors and call.has_own_mail:
             call.put([failure(row, row_error(error())) for row in rows])
         else:
             call.fail(error())

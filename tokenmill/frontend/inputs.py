@@ -66,7 +66,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class Settings:
     """Sampling parameters of one prompt, with what follows from them and the model."""
 
     params: SamplingParams
@@ -156,18 +156,35 @@ class InputReader:
             errors={at * n + sample: error for at, error in faults.found.items() for sample in range(n)},
         )
 
+    def read_row(
+        self, row: IntArray, settings: Settings, asked: RequestOptions, *, place: str, rid: Any, number: int
+    ) -> tuple[Request, ...]:
+        """The requests of one prompt, a sample each, from its tokens and from what was read for it before.
+
+        `place` names the prompt in messages, `number` is its place among prompts that run together.
+        """
+        n = settings.params.n
+        ids = request_ids(rid, 1, single=True, n=n)
+        limit = self._resolve_length(row, settings, place)
+        logprobs = logprob_options(asked, len(row), place)
+        seeds = self._seeds([settings], n)
+        requests = []
+        for sample in range(n):
+            told = without_prompt(logprobs, len(row)) if sample else logprobs
+            numbers = _Numbers(number + sample, ids[sample], seeds[sample], limit)
+            requests.append(_request(row, settings, asked, told, numbers))
+        return tuple(requests)
+
     # ── sampling parameters ──
 
-    def _read_settings(
-        self, value: Any, prompts: Prompts, faults: Faults, *, stream: bool
-    ) -> list[_Settings]:
+    def _read_settings(self, value: Any, prompts: Prompts, faults: Faults, *, stream: bool) -> list[Settings]:
         """One entry for each prompt; a value used for several prompts is read once."""
         count = len(prompts)
         if not isinstance(value, list | tuple):
             if not prompts.single:
-                return [self._settings(value, None, stream=stream)] * count
+                return [self.settings(value, None, stream=stream)] * count
             read = faults.each(
-                "sampling_params", [value], lambda _, item: self._settings(item, None, stream=stream), None
+                "sampling_params", [value], lambda _, item: self.settings(item, None, stream=stream), None
             )
             return self._completed([value], read)
         if prompts.single:
@@ -180,11 +197,11 @@ class InputReader:
                 f"sampling_params has length {len(value)}, but {prompts.name} has length {count}; "
                 "give one dict for all, or one for each"
             )
-        known: dict[int, _Settings] = {}
+        known: dict[int, Settings] = {}
 
-        def settings_of(index: int, item: Any) -> _Settings:
+        def settings_of(index: int, item: Any) -> Settings:
             if id(item) not in known:
-                known[id(item)] = self._settings(item, index, stream=stream)
+                known[id(item)] = self.settings(item, index, stream=stream)
             return known[id(item)]
 
         settings = self._completed(value, faults.each("sampling_params", value, settings_of, None))
@@ -196,7 +213,7 @@ class InputReader:
                 )
         return settings
 
-    def _completed(self, given: Sequence[Any], read: list[_Settings | None]) -> list[_Settings]:
+    def _completed(self, given: Sequence[Any], read: list[Settings | None]) -> list[Settings]:
         """With something in place of parameters that are at fault, so that they take as many seeds."""
         sound = [each for each in read if each is not None]
         if len(sound) == len(read):
@@ -204,9 +221,9 @@ class InputReader:
         n = sound[0].params.n if sound else self._as_given(given[0], "n")
         return [each or self._stand_in(item, n) for item, each in zip(given, read, strict=True)]
 
-    def _stand_in(self, value: Any, n: int) -> _Settings:
+    def _stand_in(self, value: Any, n: int) -> Settings:
         params = SamplingParams(n=n, sampling_seed=self._as_given(value, "sampling_seed"))
-        return _Settings(params, is_length_explicit=False, stop_ids=(), report_interval=0, grammar=None)
+        return Settings(params, is_length_explicit=False, stop_ids=(), report_interval=0, grammar=None)
 
     def _as_given(self, value: Any, name: str) -> Any:
         """One of the parameters that are at fault together; the default if it is at fault itself."""
@@ -218,7 +235,8 @@ class InputReader:
         except Exception:  # an object may fail in any way when it is asked
             return getattr(default, name)
 
-    def _settings(self, value: Any, index: int | None, *, stream: bool) -> _Settings:
+    def settings(self, value: Any, index: int | None = None, *, stream: bool = False) -> Settings:
+        """The parameters of one prompt; `index` is its place in a batch, for messages."""
         params = SamplingParams.from_value(value, index=index, defaults=self._defaults)
         place = "sampling_params" if index is None else f"sampling_params[{index}]"
         if params.stops_on_text and self._tokenizer is None:
@@ -240,7 +258,7 @@ class InputReader:
         grammar = grammar_of(
             params, place, has_tokenizer=self._tokenizer is not None, backend=self._grammar_backend
         )
-        return _Settings(params, is_explicit, stop_ids, interval, grammar)
+        return Settings(params, is_explicit, stop_ids, interval, grammar)
 
     def _stop_ids(self, params: SamplingParams, place: str) -> tuple[int, ...]:
         vocab_size = self._facts.vocab_size
@@ -273,20 +291,24 @@ class InputReader:
     def _tokenize(self, prompts: Prompts, faults: Faults) -> list[IntArray]:
         if not prompts.texts:
             return []
+        rows: list[Sequence[int]] = faults.together("prompt", prompts.texts, self.encode, ())
+        return faults.each(
+            "prompt",
+            rows,
+            lambda index, row: self.check_tokens(row, prompts.texts[index], prompts.place(index)),
+            _NO_TOKENS,
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """What the tokenizer makes of texts. Raises `InvalidArgument` without a tokenizer."""
         if self._tokenizer is None:
             raise InvalidArgument(
                 "prompt needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
             )
-        rows: list[list[int]] = faults.together("prompt", prompts.texts, self._tokenizer.encode_batch, [])
-        return faults.each(
-            "prompt",
-            rows,
-            lambda index, row: self._checked(row, prompts.texts[index], prompts.place(index)),
-            _NO_TOKENS,
-        )
+        return self._tokenizer.encode_batch(texts)
 
-    def _checked(self, tokens: Sequence[int], text: str, place: str) -> IntArray:
-        """What the tokenizer made of a text, if the model can take it."""
+    def check_tokens(self, tokens: Sequence[int] | IntArray, text: str, place: str) -> IntArray:
+        """Tokens that the tokenizer made of a text, as a row that the model can take."""
         row = np.asarray(tokens, dtype=np.int32)
         if not row.size:
             raise InvalidArgument(
@@ -310,7 +332,7 @@ class InputReader:
 
     # ── lengths ──
 
-    def _resolve_length(self, row: IntArray, settings: _Settings, place: str) -> int:
+    def _resolve_length(self, row: IntArray, settings: Settings, place: str) -> int:
         """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
         room = most - len(row)
@@ -335,7 +357,7 @@ class InputReader:
 
     # ── seeds ──
 
-    def _seeds(self, settings: Sequence[_Settings], n: int) -> list[int]:
+    def _seeds(self, settings: Sequence[Settings], n: int) -> list[int]:
         """A seed for each request, unsigned 64 bit; those not given are drawn in input order."""
         with self._random_lock:
             return [
@@ -372,7 +394,7 @@ class _Numbers:
 
 def _request(
     row: IntArray,
-    settings: _Settings,
+    settings: Settings,
     asked: RequestOptions,
     logprobs: LogprobOptions | None,
     numbers: _Numbers,
