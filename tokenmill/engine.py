@@ -21,6 +21,7 @@ from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_option
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.facts import model_info
+from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.iteration import Order, RowRunner
@@ -99,6 +100,10 @@ class Engine:
         them in input order, sample `j` of prompt `i` at `i * n + j`. With `stream=True` returns an iterator
         of such dicts, each with what is new since the last one (with `cumulative_stream`, with everything so
         far) and, for a batch, the `index` of the result it belongs to; closing it cancels what is not done.
+
+        With `on_error="return"` a row that fails has the key `error`, which is None in all others, and the
+        rest goes on; by default the first failure is raised (docs/errors.md). Ctrl-C while it waits is an
+        `Interrupted` (a KeyboardInterrupt) with the results so far, or returns them.
 
         Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
         """
@@ -185,7 +190,14 @@ class Engine:
         streams = check_flag("stream", stream)
         session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
         job = self._reader.read(
-            prompt, sampling_params, input_ids, rid=rid, stream=streams, options=options, session=session
+            prompt,
+            sampling_params,
+            input_ids,
+            rid=rid,
+            stream=streams,
+            options=options,
+            session=session,
+            faults=Faults.of(options),
         )
         if input_ids is None:
             self._lint.look(prompt)
@@ -299,15 +311,17 @@ class Engine:
     ) -> Call:
         check_chat_options(options)
         streams = check_flag("stream", stream)
+        faults = Faults.of(options)
         session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
         job = self._reader.read(
-            input_ids=self._template.token_ids(messages, asked),
+            input_ids=self._template.token_ids(messages, asked, faults),
             sampling_params=sampling_params,
             rid=rid,
             stream=streams,
             options=options,
             session=session,
             source="messages",
+            faults=faults,
         )
         return self._client.prepare(job, stream=streams)
 

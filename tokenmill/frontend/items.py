@@ -174,7 +174,9 @@ class ItemReader:
         requests = self._reader.read_row(
             row, draft.settings, draft.asked, place=draft.place, rid=draft.rid, number=number
         )
-        return Job(requests, single=len(requests) == 1, hidden_states_format=draft.states)
+        return Job(
+            requests, single=len(requests) == 1, hidden_states_format=draft.states, returns_errors=True
+        )
 
 
 def _guarded(turns: Turns, read: Callable[..., Read], *arguments: Any) -> Read | RowError:

@@ -245,7 +245,7 @@ class Flow:
         error = entry.error
         if entry.job is not None:
             try:
-                return self._client.prepare(entry.job, stream=False, has_errors=True, mail=self._mail)
+                return self._client.prepare(entry.job, stream=False, mail=self._mail)
             except Exception as fault:  # what a row brings along may be anything; it fails alone
                 error = row_error(fault)
         assert error is not None
