@@ -143,7 +143,6 @@ class Engine:
         *,
         order: Order = "completion",
         window: int | None = None,
-        on_error: OnError = "return",
         **options: Unpack[GenerateOptions],
     ) -> ResultIterator:
         """Results of any number of prompts, one by one, for `for` or `async for`.
@@ -154,16 +153,14 @@ class Engine:
 
         Results come as they finish, or in the order of the input with `order="input"`. Each is a dict as
         `generate` gives it, with its `index` in the input, with its `sample` where a prompt has several, and
-        with `error`, which is None where all is well; with `on_error="raise"` the first error is raised. At
-        most `window` prompts are read and not yet answered and taken. Closing the iterator, or letting go
-        of it, cancels what has not finished.
+        with `error`, which is None where all is well; here a row that fails ends no other, unless
+        `on_error="raise"` asks for what `generate` does. At most `window` prompts are read and not yet
+        answered and taken. Closing the iterator, or letting go of it, cancels what has not finished.
 
         Raises `InvalidArgument` for what holds for all, `EngineDead`, or `EngineClosed`.
         """
         rows = self.open_rows()
-        return ResultIterator(
-            rows, prompts, sampling_params, {**options}, order=order, window=window, on_error=on_error
-        )
+        return ResultIterator(rows, prompts, sampling_params, {**options}, order=order, window=window)
 
     def open_rows(self) -> RowRunner:
         """What reads rows and runs them one by one, for jobs that are larger than the memory."""

@@ -15,7 +15,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
-from tokenmill.errors import InvalidArgument, WrongState, WrongType, request_error
+from tokenmill.errors import WrongState, WrongType, request_error
+from tokenmill.frontend.failures import returns_errors
 from tokenmill.frontend.iteration import Entry, Finished, Flow, Prepared, RowRunner
 from tokenmill.frontend.streams import LoopWake
 from tokenmill.sampling_params import show
@@ -24,6 +25,8 @@ from tokenmill.sampling_params import show
 _CHUNKS_IN_WINDOW = 4
 # Longest that items are gathered for a chunk: a slow source must not keep the first ones waiting.
 _GATHER_SECONDS = 0.05
+# Errors that `generate` does not raise: what was there when time was over, or somebody aborted, is an answer.
+_HAVE_RESULTS = ("timeout", "aborted")
 
 
 class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
@@ -42,13 +45,12 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         *,
         order: Any,
         window: Any,
-        on_error: Any,
     ) -> None:
         """Nothing is pulled from `items` yet. Raises `InvalidArgument` for what holds for all of them."""
-        if on_error not in ("return", "raise"):
-            raise InvalidArgument(f"on_error must be 'return' or 'raise', got {show(on_error)}")
+        on_error = options.get("on_error")
+        options = {name: value for name, value in options.items() if name != "on_error"}
         runner.read([], sampling_params=sampling_params, options=options)
-        self._raises = on_error == "raise"
+        self._raises = on_error is not None and not returns_errors(on_error)
         self._flow = runner.open_flow(order=order, window=window)
         self._flow.chunk = max(1, self._flow.window // _CHUNKS_IN_WINDOW)
         self._items = _checked(items)
@@ -132,7 +134,8 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
 
     def _hand_out(self, entry: Entry, results: list[dict[str, Any]]) -> None:
         for sample, result in enumerate(results):
-            if self._raises and (error := result["error"]) is not None:
+            error = result["error"]
+            if self._raises and error is not None and error["type"] not in _HAVE_RESULTS:
                 raise request_error(
                     f"item {entry.index}: {error['message']}",
                     error_type=error["type"],
