@@ -93,7 +93,7 @@ def seconds_of(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def warm_up(engine: sgl.Engine, params: dict[str, Any]) -> None:
-    """Run long prompts of which none is like another until the cache is full twice over, then a full window."""
+    """Run long prompts, all different, until the cache is full twice over, then a full window."""
     draw = random.Random(0).randrange
     count = 2 * _CACHE_TOKENS // _LONG_PROMPT
     ids = ([draw(10, 2000) for _ in range(_LONG_PROMPT)] for _ in range(count))
