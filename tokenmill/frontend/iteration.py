@@ -221,25 +221,24 @@ class Flow:
         return prepared
 
     def start(self, prepared: Sequence[Prepared]) -> None:
-        """Start rows; does nothing after `close`. Closes if the engine has ended, and raises that."""
+        """Start rows. Raises `EngineDead`, `EngineClosed`, or `WrongState`, and then has none of them."""
         if self._closed:
             return
         self.chunk = max(self.chunk, len(prepared))
+        calls = {call: slot for slot, call in prepared if isinstance(call, Call)}
+        self._running |= calls  # first of all, so that `close` cancels what is started
+        try:
+            self._client.submit_all([*calls])
+        except BaseException:
+            self._running = {call: slot for call, slot in self._running.items() if call not in calls}
+            self._client.drop(*calls)
+            raise
         self.num_held += len(prepared)
         if self._keeps_order:
             self._slots.extend(slot for slot, _ in prepared)
-        calls = []
         for slot, call in prepared:
-            if isinstance(call, Call):
-                self._running[call] = slot
-                calls.append(call)
-            else:
+            if not isinstance(call, Call):
                 self._finish(slot, [call])
-        try:
-            self._client.submit_all(calls)
-        except BaseException:
-            self.close()
-            raise
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""
