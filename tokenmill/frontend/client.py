@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _TIMED_OUT = 408
 # How long a call that was interrupted waits for the tokens of what it ends: a step or two.
 _GIVE_UP_SECONDS = 5.0
+# A signal that another thread received does not wake the main one, which handles it when it looks.
+_LOOK_SECONDS = 0.2
 
 
 class Client:
@@ -141,7 +143,7 @@ class Client:
                     report(advanced)
                     make_shown(call.shown, call.shape)
                 else:
-                    woken.get()
+                    _sleep(woken, _LOOK_SECONDS)
 
     def _give_up(self, call: Call, woken: queue.SimpleQueue[None]) -> None:
         """End what has not finished, and wait a moment for the tokens that it came to."""
@@ -150,8 +152,7 @@ class Client:
         due = time.perf_counter() + _GIVE_UP_SECONDS
         while call.num_unfinished and (left := due - time.perf_counter()) > 0:
             if not self.advance(call, partial(woken.put, None)):
-                with contextlib.suppress(queue.Empty):
-                    woken.get(timeout=left)
+                _sleep(woken, left)
         if call.num_unfinished:
             self.drop(call)
             call.put([failure(row, INTERRUPTED) for row in call.rows if row.finish is None])
@@ -409,6 +410,12 @@ class Client:
             self._dead = error
             flying = self._forget_all()
         _fail(flying, lambda: _engine_dead(error))
+
+
+def _sleep(woken: queue.SimpleQueue[None], seconds: float) -> None:
+    """Until somebody puts something in, but no longer than that."""
+    with contextlib.suppress(queue.Empty):
+        woken.get(timeout=seconds)
 
 
 # ── failures, ids ────────────────────────────────────────────────────────────────────────
