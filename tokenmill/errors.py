@@ -74,6 +74,18 @@ class QueueFull(RequestFailed):
     """`max_queued_requests` were waiting already, none of them less urgent."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a call that waited for results; the engine lives on.
+
+    `results` is the list of them as far as they came: each has the key `error`, which is None where the row
+    had finished, and of type `aborted` where it had not.
+    """
+
+    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.results = results
+
+
 class WrongState(TokenmillError, RuntimeError):
     """A call that the engine cannot serve in the state it is in: a second profile, or a prompt while its
     memory is released."""
@@ -85,18 +97,6 @@ class EngineDead(TokenmillError, RuntimeError):
 
 class EngineClosed(TokenmillError, RuntimeError):
     """The engine was shut down and takes no more requests."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C ended a call that waited for results; the engine lives on.
-
-    `results` is the list of them as far as they came: each has the key `error`, which is None where the row
-    had finished, and of type `aborted` where it had not.
-    """
-
-    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
-        super().__init__(message)
-        self.results = results
 
 
 # What is told of anything at all, and of an error that came from elsewhere.
