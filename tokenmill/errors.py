@@ -71,6 +71,14 @@ class EngineClosed(TokenmillError, RuntimeError):
     """The engine was shut down and takes no more requests."""
 
 
+def engine_dead(cause: BaseException) -> EngineDead:
+    """What everybody hears who uses an engine that `cause` ended."""
+    reason = str(cause) if isinstance(cause, EngineDead) else f"the engine ended by an error: {cause!r}"
+    error = EngineDead(f"{reason}; make a new one")
+    error.__cause__ = cause
+    return error
+
+
 # What is told of anything at all, and of an error that came from elsewhere.
 _LONGEST_TEXT = 1600
 _LONGEST_MESSAGE = 600

@@ -21,6 +21,7 @@ from tokenmill.errors import (
     EngineDead,
     InvalidArgument,
     WrongState,
+    engine_dead,
     request_error,
 )
 from tokenmill.frontend.calls import Call, Wake
@@ -288,7 +289,7 @@ class Client:
         if self._closed:
             raise EngineClosed("the engine was shut down; make a new one")
         if self._dead is not None:
-            raise _engine_dead(self._dead)
+            raise engine_dead(self._dead)
 
     def _raise_if_released(self) -> None:
         if self._released:
@@ -317,10 +318,10 @@ class Client:
             self._dead = error
             calls = self._forget_all()
         for call in calls:
-            call.fail(_engine_dead(error))
+            call.fail(engine_dead(error))
 
 
-# ── ids, death ───────────────────────────────────────────────────────────────────────────
+# ── failures, ids ───────────────────────────────────────────────────────────────────────────
 
 
 def _raise_if_failed(row: Row, finish: Finish) -> None:
@@ -337,9 +338,3 @@ def _is_made_of(other: str, request_id: str) -> bool:
     if not request_id or not other.startswith(request_id):
         return False
     return not other[len(request_id) :][:1].isalnum()
-
-
-def _engine_dead(cause: BaseException) -> EngineDead:
-    error = EngineDead(f"the engine ended by an error: {cause!r}; make a new one")
-    error.__cause__ = cause
-    return error
