@@ -1,7 +1,7 @@
 """The core in a process of its own: the same loop, its messages pickled over a socket pair.
 
 The child is started from this module, never from the user's main script, so no `__main__` guard is needed.
-It ends when the parent closes the socket, also when the parent dies. That another takes a dead one's place is
+It ends when the parent closes the socket, also when the parent dies, whatever it does then. That another takes a dead one's place is
 the matter of `restart.py`.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
+import multiprocessing
 import os
 import pickle
 import socket
@@ -83,7 +85,7 @@ class CoreProcess:
         """Start the process; it does nothing until `start`. The sinks are called by a thread of its own."""
         self._deliver = deliver
         self._died = died
-        self._process, self._pipe = _spawn()
+        self._process, self._pipe, self._lifeline = _spawn()
         # Reentrant: the garbage collector may cancel or close while this thread holds it.
         self._state = threading.RLock()
         self._ended: BaseException | None = None  # why no more messages are taken
@@ -108,7 +110,7 @@ class CoreProcess:
             raise
         if isinstance(answer, _Died):
             self._exit_status()
-            self._pipe.close()
+            self._let_go()
             raise answer.error
         assert isinstance(answer, _Started)
         self._reader = threading.Thread(target=self._read, name="tokenmill-core-reader", daemon=True)
@@ -213,11 +215,15 @@ class CoreProcess:
             if self._ended is None:
                 self._ended = death or CoreLost(f"the core's process was {status}")
             calls, self._calls = self._calls, {}
-            self._pipe.close()
+            self._let_go()
         for waiting in calls.values():
             waiting.set_exception(CoreLost(f"the engine ended before it answered: {self._ended!r}"))
         if not closed:
             self._died(self._ended)
+
+    def _let_go(self) -> None:
+        self._pipe.close()
+        self._lifeline.close()
 
     def _exit_status(self) -> str:
         """How the process ended; one that let go of its socket and lives on is killed."""
@@ -229,18 +235,22 @@ class CoreProcess:
         return f"killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
+def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:
+    """The process, our end of its socket, and our end of its lifeline."""
     ours, theirs = socket.socketpair()
+    their_lifeline, our_lifeline = multiprocessing.Pipe(duplex=False)
+    passed = [theirs.fileno(), their_lifeline.fileno()]
     paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tokenmill.core.process", str(theirs.fileno()), str(os.getpid())],
-        pass_fds=[theirs.fileno()],
+        [sys.executable, "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
+        pass_fds=passed,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # Ctrl-C is the parent's to handle
     )
     theirs.close()
-    return process, Connection(ours.detach())
+    their_lifeline.close()
+    return process, Connection(ours.detach()), our_lifeline
 
 
 # ── the child's side ──────────────────────────────────────────────────────────────────────────
@@ -324,6 +334,16 @@ class _Child:
             self._pipe.send(message)
 
 
+def _hold_on(lifeline: int) -> None:
+    """Have the system end this process when the other end is closed, even if Python hangs in foreign code.
+
+    The signal comes when there is something to read, and nothing is ever written.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def _portable(error: BaseException) -> BaseException:
     """The error itself where it can be pickled, else its text; the traceback rides along as a note."""
     text = "".join(traceback.format_exception(error))
@@ -340,5 +360,7 @@ if __name__ == "__main__":
     from tokenmill.core.process import _Child as Child
 
     faulthandler.enable()  # a crash shows where it happened
-    os.set_inheritable(int(sys.argv[1]), False)
-    Child(Connection(int(sys.argv[1])), int(sys.argv[2])).main()
+    main_pipe, lifeline, parent_id = map(int, sys.argv[1:])
+    _hold_on(lifeline)
+    os.set_inheritable(main_pipe, False)
+    Child(Connection(main_pipe), parent_id).main()
