@@ -1,8 +1,8 @@
 """The core in a process of its own: the same loop, its messages pickled over a socket pair.
 
 The child is started from this module, never from the user's main script, so no `__main__` guard is needed.
-It ends when the parent closes the socket, also when the parent dies, whatever it does then. That another takes a dead one's place is
-the matter of `restart.py`.
+It ends when the parent closes the socket, also when the parent dies, whatever it does then. That another
+takes a dead one's place is the matter of `restart.py`.
 """
 
 from __future__ import annotations
