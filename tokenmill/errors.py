@@ -64,7 +64,7 @@ class WrongState(TokenmillError, RuntimeError):
 
 
 class EngineDead(TokenmillError, RuntimeError):
-    """The engine's loop ended by an error (its cause is chained) and takes no more requests."""
+    """The engine's loop ended by an error (its cause is chained) or stalled, and takes no more requests."""
 
 
 class EngineClosed(TokenmillError, RuntimeError):

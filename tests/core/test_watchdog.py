@@ -109,10 +109,10 @@ def test_a_stalled_engine_tells_everybody_and_can_be_shut_down(
         except sgl.EngineDead as error:
             failures.append(error)
 
+    stream = engine.generate(PROMPT, SHORT, stream=True, custom_logit_processor=processor)
+    other = threading.Thread(target=ask)
+    other.start()
     with pytest.raises(sgl.EngineDead, match=r"no step finished for 0\.\d+ seconds(?s:.*)in __call__"):
-        stream = engine.generate(PROMPT, SHORT, stream=True, custom_logit_processor=processor)
-        other = threading.Thread(target=ask)
-        other.start()
         list(stream)
     other.join(10)
     assert len(failures) == 1
