@@ -92,11 +92,19 @@ class WrongState(TokenmillError, RuntimeError):
 
 
 class EngineDead(TokenmillError, RuntimeError):
-    """The engine's loop ended by an error (its cause is chained) and takes no more requests."""
+    """The engine's loop ended by an error (its cause is chained) or stalled, and takes no more requests."""
 
 
 class EngineClosed(TokenmillError, RuntimeError):
     """The engine was shut down and takes no more requests."""
+
+
+def engine_dead(cause: BaseException) -> EngineDead:
+    """What everybody hears who uses an engine that `cause` ended."""
+    reason = str(cause) if isinstance(cause, EngineDead) else f"the engine ended by an error: {cause!r}"
+    error = EngineDead(f"{reason}; make a new one")
+    error.__cause__ = cause
+    return error
 
 
 # What is told of anything at all, and of an error that came from elsewhere.
