@@ -34,8 +34,8 @@ _WINDOW_FACTOR = 4
 _SMALLEST_WINDOW = 1024
 _LARGEST_WINDOW = 16_384
 MAX_WINDOW = 2**20
-# Rows whose results are made together: enough to decode their texts in one go, few enough to wait for.
-_RESULTS_AT_ONCE = 64
+# Rows whose results are made together: their texts in one go, and no longer than a turn takes.
+_RESULTS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,7 @@ class Flow:
         self._owner = owner
         self._closed = False
         self._mail = Mailbox()
+        self._turns = Turns()
         self._running: dict[Call, Slot] = {}
         self._finished: deque[tuple[Call, Slot]] = deque()  # whose results are not made yet
         self._slots: deque[Slot] = deque()  # in the order in which they are handed out
@@ -268,6 +269,7 @@ class Flow:
                 make_shown(call.shown, call.shape)
             if not call.num_unfinished and call in self._running:
                 self._finished.append((call, self._running.pop(call)))
+            self._turns.give_way()
         return bool(arrived)
 
     def pop(self) -> Finished | None:
@@ -290,6 +292,7 @@ class Flow:
         made = self._client.results([call for call, _ in some])
         for (_, slot), results in zip(some, made, strict=True):
             self._finish(slot, list(results))
+        self._turns.give_way()
 
     def _finish(self, slot: Slot, results: list[dict[str, Any]]) -> None:
         slot.results = results
