@@ -408,6 +408,23 @@ def test_a_second_ctrl_c_does_not_wait_at_all(
     wait_until(lambda: is_clean(client, cores[0]))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_does_not_cut_what_is_sent_to_the_core(
+    client: Client, prepare: Any, cores: list[Any], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    submit = cores[0].submit
+
+    def interrupted(requests: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        submit(requests)
+
+    monkeypatch.setattr(cores[0], "submit", interrupted)
+    call = prepare("long", stream=stream, **ENDLESS)
+    with pytest.raises(KeyboardInterrupt):
+        client.stream(call, owner=None) if stream else client.run(call)
+    wait_until(lambda: len(cores[0].submitted) == 1 and is_clean(client, cores[0]))
+
+
 def test_ctrl_c_that_another_thread_receives(client: Client, prepare: Any, gate: threading.Event) -> None:
     """Nothing wakes the main thread then, and nothing arrives for it."""
     gate.clear()

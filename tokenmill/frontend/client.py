@@ -279,7 +279,10 @@ class Client:
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.running)
-            self._core.submit([dataclasses.replace(row.request, id=row.name) for row in call.running])
+            with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
+                self._core.submit(call.requests)
+            if interrupts.happened:
+                raise KeyboardInterrupt
         except BaseException:
             self.drop(call)
             raise
