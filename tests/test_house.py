@@ -144,6 +144,7 @@ PUBLIC = {
     "ModelNotFound",
     "UnsupportedModel",
     "EngineDead",
+    "Interrupted",
     "EngineClosed",
     "__version__",
 }

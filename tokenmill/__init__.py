@@ -12,6 +12,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import (
     EngineClosed,
     EngineDead,
+    Interrupted,
     InvalidArgument,
     InvalidRequest,
     ModelNotFound,
@@ -36,6 +37,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
+    "Interrupted",
     "InvalidArgument",
     "InvalidRequest",
     "ModelNotFound",
