@@ -23,7 +23,7 @@ from tokenmill.frontend.failures import failed_result, row_error
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
-from tokenmill.frontend.turns import Turns
+from tokenmill.frontend.turns import Turns, uncollected
 from tokenmill.sampling_params import check_whole, show
 
 Order = Literal["completion", "input"]
@@ -96,7 +96,8 @@ class RowRunner:
         `sampling_params` and `options`, which hold for all, name by name. An item's own fault is its entry's
         `error`; raises `InvalidArgument` for faults of what holds for all.
         """
-        read = self._reader.read(items, sampling_params=sampling_params, options=options)
+        with uncollected():
+            read = self._reader.read(items, sampling_params=sampling_params, options=options)
         return [
             Entry(first_index + place, None, each, _rid(items[place]))
             if isinstance(each, dict)
@@ -215,9 +216,10 @@ class Flow:
         """Rows that are ready to be started; may run in any thread."""
         turns = Turns()
         prepared = []
-        for entry in entries:
-            prepared.append((Slot(entry), self._call(entry)))
-            turns.give_way()
+        with uncollected():
+            for entry in entries:
+                prepared.append((Slot(entry), self._call(entry)))
+                turns.give_way()
         return prepared
 
     def start(self, prepared: Sequence[Prepared]) -> None:
