@@ -26,7 +26,7 @@ class Turns:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """While objects are made that stay and have no cycles, which the collector would look through for nothing."""
+    """While many objects are made that stay and have no cycles: looking through them is for nothing."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
