@@ -267,17 +267,31 @@ class TokenMasks:
     bits: IntArray  # [M, ceil(vocabulary / 32)]; tokens past the last word are not allowed
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a row gave no token and has to end; the last two as in `Finish`."""
+
+    message: str
+    error_type: str = "internal"
+    status_code: int = 500
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What one step produced, in the order of its plan's rows."""
 
-    token_ids: IntArray  # [R] token drawn; -1 where the row did not sample
+    token_ids: IntArray  # [R] token drawn; below 0 where the row did not sample, or failed
     logprobs: Logprobs | None = None  # of the tokens drawn, [rows that sample]; None: no row wants them
     # (row, prompt position of the first, log-probabilities of the positions this step found out)
     prompt_logprobs: tuple[tuple[int, int, Logprobs], ...] = ()
     # (row, position of the first, final hidden states [tokens, hidden])
     hidden_states: tuple[tuple[int, int, FloatArray], ...] = ()
-    failures: tuple[tuple[int, str], ...] = ()  # (row, what went wrong); its token is void
+    failures: tuple[tuple[int, Failure], ...] = ()  # (row, what went wrong); its token is void
+    # Rows that were not computed, because a row that failed left out keys and values that they read.
+    postponed: tuple[int, ...] = ()
+    # Pages of the first group that this step did not write although it should have. Whoever reads one of
+    # them is to be computed anew; the rows that do so in steps already launched come back as postponed.
+    lost_pages: tuple[int, ...] = ()
 
 
 class Runner(Protocol):

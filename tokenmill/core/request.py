@@ -123,6 +123,23 @@ class RequestState:
         """Where the log-probabilities of its next token go; None: nobody wants them, or not any more."""
         return None if self.extras is None or self.finish is not None else self.extras.logprob_line
 
+    def admit(self, *, age: int) -> None:
+        """Enter a row for the first time."""
+        self.age = age
+        self.admitted_seconds = self.admitted_seconds or time.perf_counter()
+
+    def finish_with(self, token: int) -> Finish | None:
+        """How the request ends with the token drawn last, if it does."""
+        if not self.request.max_new_tokens:  # drawn for its log-probability
+            assert self.extras is not None
+            self.extras.next_token = self.tokens.pop()
+            return Finish("length", length=0)
+        if token in self.stop_ids:
+            return Finish("stop", matched=token)
+        if len(self.tokens) >= self.limit:
+            return Finish("length", length=self.request.max_new_tokens)
+        return None
+
     def load_tokens(self) -> None:
         """Fill `tokens` from the prompt, if this is the first admission."""
         if not self.tokens:
