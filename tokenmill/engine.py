@@ -21,7 +21,10 @@ from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_option
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.facts import model_info
+from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.items import ItemReader
+from tokenmill.frontend.iteration import RowRunner
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.prompt_lint import PromptLint
@@ -69,6 +72,7 @@ class Engine:
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
         self._lint = PromptLint(self._tokenizer)
+        self._items = ItemReader(self._reader, self._template, self._client.facts, self._lint)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -95,6 +99,10 @@ class Engine:
         them in input order, sample `j` of prompt `i` at `i * n + j`. With `stream=True` returns an iterator
         of such dicts, each with what is new since the last one (with `cumulative_stream`, with everything so
         far) and, for a batch, the `index` of the result it belongs to; closing it cancels what is not done.
+
+        With `on_error="return"` a row that fails has the key `error`, which is None in all others, and the
+        rest goes on; by default the first failure is raised (docs/errors.md). Ctrl-C while it waits is an
+        `Interrupted` (a KeyboardInterrupt) with the results so far, or returns them.
 
         Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
         """
@@ -127,6 +135,10 @@ class Engine:
             else await self._client.run_async(call)
         )
 
+    def open_rows(self) -> RowRunner:
+        """What reads rows and runs them one by one, for jobs that are larger than the memory."""
+        return RowRunner(self.config, self._client, self._items, owner=self)
+
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End requests early; their callers get the tokens so far, with `finish_reason` type `abort`.
 
@@ -148,9 +160,16 @@ class Engine:
         streams = check_flag("stream", stream)
         session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
         job = self._reader.read(
-            prompt, sampling_params, input_ids, rid=rid, stream=streams, options=options, session=session
+            prompt,
+            sampling_params,
+            input_ids,
+            rid=rid,
+            stream=streams,
+            options=options,
+            session=session,
+            faults=Faults.of(options),
         )
-        if input_ids is None:
+        if input_ids is None and not job.errors:
             self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
 
@@ -262,15 +281,17 @@ class Engine:
     ) -> Call:
         check_chat_options(options)
         streams = check_flag("stream", stream)
+        faults = Faults.of(options)
         session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
         job = self._reader.read(
-            input_ids=self._template.token_ids(messages, asked),
+            input_ids=self._template.token_ids(messages, asked, faults),
             sampling_params=sampling_params,
             rid=rid,
             stream=streams,
             options=options,
             session=session,
             source="messages",
+            faults=faults,
         )
         return self._client.prepare(job, stream=streams)
 

@@ -342,13 +342,17 @@ def test_ctrl_c_cancels_and_is_raised(
     gate.clear()
     call = prepare("long", stream=stream, **ENDLESS)
     main = threading.main_thread().ident
-    timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+
+    def press() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        gate.set()
+
+    timer = threading.Timer(0.05, press)
     timer.start()
     wait = (lambda: next(client.stream(call, owner=None))) if stream else (lambda: client.run(call))
     with pytest.raises(KeyboardInterrupt):
         wait()
     timer.join()
-    gate.set()
     wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
 
 
@@ -451,6 +455,38 @@ def test_death_reaches_everybody_who_waits(
     with pytest.raises(EngineDead):
         client.call_core("flush_cache")
     assert not client._flying
+
+
+@pytest.mark.parametrize("way", ["run", "run_async", "stream"])
+def test_death_leaves_what_finished_to_those_who_want_errors_returned(
+    client: Client, cores: list[Any], make_request: Any, way: str
+) -> None:
+    rows = [(b"a", {}), (b"bc", {}), (b"bc", ENDLESS)]
+    requests = tuple(
+        make_request(list(text), request_id=text.decode() + str(place), **params)
+        for place, (text, params) in enumerate(rows)
+    )
+    job = Job(requests, single=False, returns_errors=True)
+    ways: dict[str, Callable[[Call], Any]] = {
+        "run": client.run,
+        "run_async": lambda call: asyncio.run(client.run_async(call)),
+        "stream": lambda call: list(client.stream(call, owner=None)),
+    }
+    results: list[dict[str, Any]] = []
+    call = client.prepare(job, stream=way == "stream")
+    thread = threading.Thread(target=lambda: results.extend(ways[way](call)))
+    thread.start()
+    wait_until(lambda: call.num_unfinished == 1)
+    cores[0].die(RuntimeError("the device is gone"))
+    thread.join(5)
+    if way == "stream":
+        results = [[each for each in results if each["index"] == place][-1] for place in range(3)]
+    else:
+        assert [each["text"] for each in results[:2]] == ["a", "bc"]
+    assert [each["error"] and each["error"]["type"] for each in results] == [None, None, "internal"]
+    assert "the device is gone" in results[2]["error"]["message"]
+    with pytest.raises(EngineDead):
+        client.run(client.prepare(job, stream=False))
 
 
 def test_a_stream_gives_what_came_before_the_death(

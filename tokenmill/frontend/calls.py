@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import RowError, TokenmillError
+from tokenmill.frontend.failures import failure
 from tokenmill.frontend.outputs import Arrival, Row, Shape
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Request
 
 Wake = Callable[[], None]
+Arrived = list[tuple[Row, Arrival]]
 
 
-class Call:
-    """One generate(): its rows, and what arrived for them and was not taken yet.
+class Mailbox:
+    """What arrived for one call or for many, and was not taken yet.
 
     The core's thread puts, one waiting thread or task takes.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        requests: Sequence[Request],
-        *,
-        shape: Shape,
-        streams: bool,
-        session: Continuation = NO_SESSION,
-    ) -> None:
-        self.rows = rows
-        self.requests = requests  # as the core gets them
-        self.shape = shape
-        self.streams = streams
-        self.session = session
-        self.num_unfinished = len(rows)
-        self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._arrived: list[tuple[Row, Arrival]] = []
+        self._arrived: list[tuple[Call, Arrived]] = []
         self._failure: TokenmillError | None = None
         self._wake: Wake | None = None
 
-    def put(self, arrived: list[tuple[Row, Arrival]]) -> None:
+    def put(self, call: Call, arrived: Arrived) -> None:
         """Add what the core sent, and wake the taker."""
         with self._lock:
-            self._arrived += arrived
+            self._arrived.append((call, arrived))
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
@@ -56,7 +43,7 @@ class Call:
         if wake is not None:
             wake()
 
-    def take(self, wake: Wake) -> list[tuple[Row, Arrival]]:
+    def take(self, wake: Wake) -> list[tuple[Call, Arrived]]:
         """What arrived; if nothing did, an empty list, and `wake` is called once when something does."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
@@ -65,3 +52,58 @@ class Call:
                     raise self._failure
                 self._wake = wake
         return arrived
+
+
+class Call:
+    """One generate(), or one row of an iteration: its rows, and where it is told what came of them."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        requests: Sequence[Request],
+        *,
+        shape: Shape,
+        streams: bool,
+        session: Continuation = NO_SESSION,
+        returns_errors: bool = False,
+        mail: Mailbox | None = None,
+    ) -> None:
+        """`mail` is shared with other calls, whose taker takes for this one, too; None: its own."""
+        self.rows = rows
+        # Those that run: all but the refused ones; and their requests as the core gets them.
+        self.running = rows
+        self.requests = requests
+        self.refused: dict[int, RowError] = {}  # why, by their indexes
+        self.shape = shape
+        self.streams = streams
+        self.session = session
+        self.returns_errors = returns_errors  # in results; otherwise the first one is raised
+        self.num_unfinished = len(rows)
+        self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
+        self.has_own_mail = mail is None
+        self._mail = Mailbox() if mail is None else mail
+
+    def refuse(self, errors: Mapping[int, RowError]) -> None:
+        """Leave out the rows with these indexes; they end as soon as the others start."""
+        if errors:
+            self.refused |= errors
+            left = [at for at, row in enumerate(self.running) if row.index not in errors]
+            self.running = [self.running[at] for at in left]
+            self.requests = [self.requests[at] for at in left]
+
+    def start(self) -> None:
+        """The running rows are in flight now: tell how the refused ones ended."""
+        if self.refused:
+            self.put([failure(self.rows[index], error) for index, error in self.refused.items()])
+
+    def put(self, arrived: Arrived) -> None:
+        """Add what the core sent, and wake the taker."""
+        self._mail.put(self, arrived)
+
+    def fail(self, failure: TokenmillError) -> None:
+        """Let the taker raise `failure` once it has taken what arrived."""
+        self._mail.fail(failure)
+
+    def take(self, wake: Wake) -> Arrived:
+        """What arrived for a call with a mailbox of its own; see `Mailbox.take`."""
+        return [item for _, arrived in self._mail.take(wake) for item in arrived]
