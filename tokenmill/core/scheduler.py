@@ -383,8 +383,6 @@ class Scheduler:
             for row, failure in result.failures
             if (state := flight.state(row)).finish is None
         ]
-        if result.postponed or result.lost_pages:
-            self._recover(flight, result)
         show(flight, result)
         step = drawn(flight, result, self._ledger)
         note_first_tokens(step.starting)
@@ -403,6 +401,8 @@ class Scheduler:
         for state in step.prompts_only:
             if state.finish is None:
                 outputs.append(self._end(state, Finish("length", length=0)))
+        if result.postponed or result.lost_pages:
+            self._recover(flight, result)
         return outputs
 
     def _recover(self, flight: Flight, result: StepResult) -> None:

@@ -4,7 +4,7 @@ Blind to requests and models.
 """
 
 from tokenmill.sampling.adjustments import Adjustments
-from tokenmill.sampling.columns import Draw, SamplingColumns, SamplingNeeds
+from tokenmill.sampling.columns import SamplingColumns, SamplingNeeds
 from tokenmill.sampling.draw import mask_stops, sample
 
-__all__ = ["Adjustments", "Draw", "SamplingColumns", "SamplingNeeds", "mask_stops", "sample"]
+__all__ = ["Adjustments", "SamplingColumns", "SamplingNeeds", "mask_stops", "sample"]
