@@ -69,12 +69,13 @@ class Request:
     processor: Any = None
 
 
-FinishKind = Literal["stop", "length", "abort"]
+FinishKind = Literal["stop", "length", "repetition", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a request ended: a token id or string matched, a length was reached, or it was aborted.
+    """Why a request ended: a token id or string matched, a length was reached, it went round in circles, or
+    it was aborted.
 
     An abort with a `status_code` is a failure of the request itself: 400 for what its caller gave, 408 for a
     timeout, 500 for what broke inside, 503 for a full queue. Its `error_type` is a word of `errors.py`.
@@ -83,6 +84,8 @@ class Finish:
     kind: FinishKind
     matched: int | str | None = None
     length: int | None = None
+    period: int | None = None  # tokens of the cycle that was repeated,
+    count: int | None = None  # and how often it stood there
     message: str | None = None
     status_code: int | None = None
     error_type: str | None = None

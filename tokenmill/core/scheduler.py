@@ -395,9 +395,11 @@ class Scheduler:
             if state.guide is not None and (failure := state.guide.accept(token)):
                 outputs.append(self._end(state, failure))
                 continue
-            if len(tokens) >= state.report_at or token in state.stop_ids:
-                finish = state.finish_with(token)
-                outputs.append(state.report(None) if finish is None else self._end(state, finish))
+            if len(tokens) >= state.watched_from or token in state.stop_ids:
+                if finish := state.finish_with(token):
+                    outputs.append(self._end(state, finish))
+                elif len(tokens) >= state.due_at:
+                    outputs.append(state.report(None))
         for state in step.prompts_only:
             if state.finish is None:
                 outputs.append(self._end(state, Finish("length", length=0)))
