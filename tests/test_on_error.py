@@ -450,7 +450,7 @@ def test_ctrl_c_with_the_core_in_a_process() -> None:
         assert main is not None
         stream = engine.generate(PROMPT, {"max_new_tokens": 1}, stream=True)
         list(stream)  # the core is awake
-        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
         timer.start()
         results = engine.generate([PROMPT] * 3, ENDLESS, on_error="return")
         timer.join()

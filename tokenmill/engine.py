@@ -24,7 +24,8 @@ from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
-from tokenmill.frontend.iteration import RowRunner
+from tokenmill.frontend.iteration import Order, RowRunner
+from tokenmill.frontend.iterator import ResultIterator
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.prompt_lint import PromptLint
@@ -134,6 +135,32 @@ class Engine:
             if call.streams
             else await self._client.run_async(call)
         )
+
+    def iter(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        order: Order = "completion",
+        window: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> ResultIterator:
+        """Results of any number of prompts, one by one, for `for` or `async for`.
+
+        `prompts` is any iterable, pulled from while results are taken: a list, generator, open text file or
+        data set; for `async for` an asynchronous one, too. An item is a text, a list of token ids, or a dict
+        with `prompt`, `input_ids` or `messages`, and with `sampling_params`, `rid` and options of its own.
+
+        Results come as they finish, or in the order of the input with `order="input"`. Each is a dict as
+        `generate` gives it, with its `index` in the input, with its `sample` where a prompt has several, and
+        with `error`, which is None where all is well; here a row that fails ends no other, unless
+        `on_error="raise"` asks for what `generate` does. At most `window` prompts are read and not yet
+        answered and taken. Closing the iterator, or letting go of it, cancels what has not finished.
+
+        Raises `InvalidArgument` for what holds for all, `EngineDead`, or `EngineClosed`.
+        """
+        rows = self.open_rows()
+        return ResultIterator(rows, prompts, sampling_params, {**options}, order=order, window=window)
 
     def open_rows(self) -> RowRunner:
         """What reads rows and runs them one by one, for jobs that are larger than the memory."""

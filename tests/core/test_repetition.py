@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 import tokenmill as sgl
 from tokenmill.core.repetition import MAX_PERIOD, MIN_TOKENS, RepetitionGuard
+from tokenmill.core.request import RequestState
+from tokenmill.messages import Finish
 
 pytestmark = pytest.mark.cpu
 
@@ -79,6 +82,17 @@ def test_a_cycle_that_is_too_long_and_a_line_of_dashes_are_left_alone() -> None:
     assert guarded_end(list(range(MAX_PERIOD + 1)) * 4, 2) is None
     assert guarded_end([1, 2, *[7] * (MIN_TOKENS - 1), 3] * 2, 3) is None
     assert guarded_end([5] * 1000, 900) == (900, 1, 900)
+
+
+def test_tokens_drawn_before_a_core_was_replaced_count(make_request: Callable[..., Any]) -> None:
+    request = make_request("a", [1], 50, max_repetitions=3)
+    state = RequestState(dataclasses.replace(request, output_ids=(7,) * 12), arrival=0)
+    state.load_tokens()
+    ends = []
+    for _ in range(4):
+        state.tokens.append(7)
+        ends.append(state.finish_with(7))
+    assert ends == [None, None, None, Finish("repetition", period=1, count=16)]
 
 
 # ── a whole engine ────────────────────────────────────────────────────────────────────────────

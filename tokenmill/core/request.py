@@ -84,10 +84,10 @@ class RequestState:
         self.stop_ids = frozenset(request.stop_ids)
         # Prompt and output ids known to the host; filled at admission, so that long queues stay small.
         self.tokens: array[int] = array("i")
-        self.total = self.num_prompt
+        self.total = self.num_prompt + len(request.output_ids)
         self.slot = NO_SLOT
         self.pages: RowPages | None = None
-        self.num_reported = 0
+        self.num_reported = len(request.output_ids)
         self.due_at = 0  # number of known tokens at which the next Output is due,
         self.watched_from = 0  # and from which on each token may end the request
         self.num_retractions = 0
@@ -148,9 +148,10 @@ class RequestState:
         return None
 
     def load_tokens(self) -> None:
-        """Fill `tokens` from the prompt, if this is the first admission."""
+        """Fill `tokens` from the request, if this is the first admission."""
         if not self.tokens:
             self.tokens.frombytes(self.request.prompt_ids.tobytes())
+            self.tokens.extend(self.request.output_ids)
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""
@@ -185,7 +186,10 @@ def _guard(request: Request) -> RepetitionGuard | None:
     params = request.params
     if params.max_repetitions is None:
         return None
-    return RepetitionGuard(params.max_repetitions, min_new_tokens=params.min_new_tokens)
+    guard = RepetitionGuard(params.max_repetitions, min_new_tokens=params.min_new_tokens)
+    for token in request.output_ids:
+        guard.push(token)
+    return guard
 
 
 def note_first_tokens(states: list[RequestState]) -> None:

@@ -24,6 +24,7 @@ from tokenmill.errors import (
     InvalidArgument,
     TokenmillError,
     WrongState,
+    engine_dead,
     request_error,
 )
 from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
@@ -278,7 +279,10 @@ class Client:
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.running)
-            self._core.submit([dataclasses.replace(row.request, id=row.name) for row in call.running])
+            with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
+                self._core.submit(call.requests)
+            if interrupts.happened:
+                raise KeyboardInterrupt
         except BaseException:
             self.drop(call)
             raise
@@ -381,7 +385,7 @@ class Client:
         if self._closed:
             raise EngineClosed("the engine was shut down; make a new one")
         if self._dead is not None:
-            raise _engine_dead(self._dead)
+            raise engine_dead(self._dead)
 
     def _raise_if_released(self) -> None:
         if self._released:
@@ -409,7 +413,7 @@ class Client:
         with self._lock:
             self._dead = error
             flying = self._forget_all()
-        _fail(flying, lambda: _engine_dead(error))
+        _fail(flying, lambda: engine_dead(error))
 
 
 def _sleep(woken: queue.SimpleQueue[None], seconds: float) -> None:
@@ -447,9 +451,3 @@ def _is_made_of(other: str, request_id: str) -> bool:
     if not request_id or not other.startswith(request_id):
         return False
     return not other[len(request_id) :][:1].isalnum()
-
-
-def _engine_dead(cause: BaseException) -> EngineDead:
-    error = EngineDead(f"the engine ended by an error: {cause!r}; make a new one")
-    error.__cause__ = cause
-    return error

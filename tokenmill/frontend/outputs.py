@@ -177,8 +177,8 @@ def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> Resul
     finally:
         if is_collecting:
             gc.enable()
-    if rows:
-        _share_prompt_logprobs(results, num_samples=rows[0].request.params.n)
+    if rows and (num_samples := rows[0].request.params.n) > 1:
+        _share_prompt_logprobs(results, num_samples=num_samples)
     return results
 
 
