@@ -21,6 +21,9 @@ from tokenmill.kernels.sharing import SharingCosts
 # A prompt with at most this many pairs of query and key is attended to query by query. Above it the matrix
 # products of `TorchBackend` win over the calls that they take.
 SHORT_PAIRS = 128 * 128
+# A row of at most this many tokens goes query by query, too, whatever part of it a step computes: products
+# round otherwise, and its answer would depend on what was in the cache.
+SHORT_ROW = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,10 @@ class NativeBackend:
         """Say which tokens go which way."""
         rows = range(layout.num_decodes, len(layout.host_lengths))
         short = [
-            row for row in rows if layout.host_query_lengths[row] * layout.host_lengths[row] <= SHORT_PAIRS
+            row
+            for row in rows
+            if layout.host_lengths[row] <= SHORT_ROW
+            or layout.host_query_lengths[row] * layout.host_lengths[row] <= SHORT_PAIRS
         ]
         self._layout = layout
         self._queries = {

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tokenmill.kernels.activation import gated_silu
@@ -19,6 +20,12 @@ from tokenmill.layers.norm import RMSNorm
 
 # Rows of input for which oneDNN lays the weights out; decoding has few rows, and few rows gain most.
 _EXPECTED_ROWS = 16
+# oneDNN cuts long sums in 16 bits into pieces, and where depends on the number of rows: an answer would change
+# with its neighbours in the batch. Small products go in blocks of always as many rows, which costs them next
+# to nothing; large ones would take up to twice as long.
+_LONGEST_WHOLE_SUM = 512
+_SMALL_WEIGHT_BYTES = 2**20
+_BLOCK_ROWS = 64
 
 
 class Linear(nn.Module):
@@ -105,9 +112,21 @@ class PackedLinear(nn.Module):
         else:
             self.bias = None
             self.register_buffer("weight", packed, persistent=False)
+        self._goes_in_blocks = (
+            plain.weight.element_size() == 2
+            and plain.weight.shape[1] > _LONGEST_WHOLE_SUM
+            and plain.weight.nbytes <= _SMALL_WEIGHT_BYTES
+        )
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] -> [N, O]"""
+        if not self._goes_in_blocks:
+            return self._product(x_NI)
+        num_rows = len(x_NI)
+        padded_NI = F.pad(x_NI, (0, 0, 0, -num_rows % _BLOCK_ROWS))
+        return torch.cat([self._product(block) for block in padded_NI.split(_BLOCK_ROWS)])[:num_rows]
+
+    def _product(self, x_NI: torch.Tensor) -> torch.Tensor:
         y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias, "none", [], "")
         return y_NO
 
