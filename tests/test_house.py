@@ -134,6 +134,7 @@ PUBLIC = {
     "TokenmillError",
     "InvalidArgument",
     "InvalidRequest",
+    "JobStopped",
     "QueueFull",
     "RequestFailed",
     "RequestTimeout",
