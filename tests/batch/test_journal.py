@@ -204,7 +204,7 @@ def test_what_is_no_journal_is_refused_and_left_alone(path: Path, content: bytes
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="nowhere.*No such file"):
+    with pytest.raises(InvalidArgument, match=r"nowhere.*No such file"):
         Journal(tmp_path / "nowhere" / "journal")
 
 

@@ -124,8 +124,8 @@ class Journal:
         is_ours = header.startswith(_TITLE) or _TITLE.startswith(header.rstrip(b"\0")) or len(self._table)
         if not is_ours:
             raise InvalidArgument(
-                f"journal: {str(self.path)!r} is a file, but no journal of this version of tokenmill; move it "
-                "away, or name another one"
+                f"journal: {str(self.path)!r} is a file, but no journal of this version of tokenmill; move "
+                "it away, or name another one"
             )
         if size > end:
             self.cut_bytes = size - end
@@ -182,8 +182,8 @@ def stopped_by(error: OSError, path: Path) -> JobStopped:
     except OSError:
         free = "its folder cannot be looked at"
     return JobStopped(
-        f"{str(path)!r} cannot be written: {error.strerror or error} ({free}). What was finished is kept; make "
-        "room and start the same job again, and it goes on"
+        f"{str(path)!r} cannot be written: {error.strerror or error} ({free}). What was finished is kept; "
+        "make room and start the same job again, and it goes on"
     )
 
 
