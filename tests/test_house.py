@@ -38,7 +38,7 @@ GRANTS: dict[str, set[str]] = {
     "cli": {"__init__", "server", "batch", "bench", "engine"},
     "bench": {"engine"},
     "server": {"engine", "frontend"},
-    "batch": {"engine", "frontend"},
+    "batch": {"engine", "frontend", "hub"},  # hub: which files a journal's answers came from
     "engine": {"frontend"},
     "frontend": {"core.launch", "multimodal", "hub"},
     "multimodal": set(),

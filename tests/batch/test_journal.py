@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tokenmill.batch.journal import Journal
+from tokenmill.batch.journal import Journal, Kept
 from tokenmill.batch.key_table import KeyTable
 from tokenmill.errors import InvalidArgument, JobStopped
 
@@ -65,9 +65,9 @@ def kept(path: Path, numbers: range) -> set[int]:
         found = {number: journal.find(key_of(number)) for number in numbers}
     finally:
         journal.close()
-    for number, value in found.items():
-        assert value in (None, value_of(number))
-    return {number for number, value in found.items() if value is not None}
+    for number, entry in found.items():
+        assert entry in (None, Kept(value_of(number), is_new=False))
+    return {number for number, entry in found.items() if entry is not None}
 
 
 # ── keeping ───────────────────────────────────────────────────────────────────────────────────
@@ -76,9 +76,9 @@ def kept(path: Path, numbers: range) -> set[int]:
 def test_finds_what_was_added_before_and_after_a_commit_and_in_the_next_process(path: Path) -> None:
     journal = Journal(path)
     journal.add(key_of(1), value_of(1))
-    assert journal.find(key_of(1)) == value_of(1)
+    assert journal.find(key_of(1)) == Kept(value_of(1), is_new=True)
     journal.commit()
-    assert journal.find(key_of(1)) == value_of(1)
+    assert journal.find(key_of(1)) == Kept(value_of(1), is_new=True)
     assert journal.find(key_of(2)) is None
     assert len(journal) == 1
     journal.close()

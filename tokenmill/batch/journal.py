@@ -13,6 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,14 @@ _LARGE_BYTES = 4096
 _FASTEST = 1
 _sync = getattr(os, "fdatasync", os.fsync)  # not on every system
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value of the journal."""
+
+    value: dict[str, Any]
+    is_new: bool  # whether it came since the journal was opened
 
 
 class Journal:
@@ -48,31 +57,38 @@ class Journal:
         self._file = _opened(self.path)
         self._lock = threading.Lock()
         self._table = KeyTable()
+        self._num_waiting_bytes = 0
         self._pending: dict[bytes, bytes] = {}  # not given to the disk yet
         self._writing: dict[bytes, bytes] = {}  # just being written
         try:
             _take_lock(self._file, self.path)
-            self._end = self._recover()
+            self._first_new = self._end = self._recover()
             self._write_header()
         except BaseException:
             self._file.close()
             raise
 
     def __len__(self) -> int:
-        """How many keys it holds."""
+        """How many records it holds."""
         with self._lock:
             return len(self._table) + len(self._writing) + len(self._pending)
 
-    def __contains__(self, key: bytes) -> bool:
-        return self.find(key) is not None
+    @property
+    def num_waiting_bytes(self) -> int:
+        """About how much the next commit writes."""
+        return self._num_waiting_bytes
 
-    def find(self, key: bytes) -> dict[str, Any] | None:
+    def find(self, key: bytes) -> Kept | None:
         """What was added under the key, in this process or an earlier one."""
         with self._lock:
             body = self._pending.get(key) or self._writing.get(key)
-            if body is None:
-                body = self._read(key)
-        return None if body is None else json.loads(_unpacked(body))
+            if body is not None:
+                return Kept(_unpacked(body), is_new=True)
+            for offset in self._table.offsets(key):
+                record = read_at(self._file, offset)
+                if record is not None and record[0] == key:
+                    return Kept(_unpacked(record[1]), is_new=offset >= self._first_new)
+        return None
 
     def add(self, key: bytes, value: Mapping[str, Any]) -> None:
         """Keep a value of plain JSON; on disk with the next `commit`."""
@@ -81,11 +97,13 @@ class Journal:
             body = b"z" + zlib.compress(body, _FASTEST)
         with self._lock:
             self._pending[key] = body
+            self._num_waiting_bytes += len(body)
 
     def commit(self) -> None:
         """Bring to the disk what was added: all of it, or, with `JobStopped`, nothing. For one thread."""
         with self._lock:
             self._writing, self._pending = self._pending, {}
+            self._num_waiting_bytes = 0
         if not self._writing:
             return
         offsets, records, end = [], [], self._end
@@ -103,13 +121,6 @@ class Journal:
     def close(self) -> None:
         """Let others have the file. What was not committed is not kept."""
         self._file.close()
-
-    def _read(self, key: bytes) -> bytes | None:
-        for offset in self._table.offsets(key):
-            record = read_at(self._file, offset)
-            if record is not None and record[0] == key:
-                return record[1]
-        return None
 
     def _recover(self) -> int:
         """Fill the table from the file; returns where the next record goes."""
@@ -215,6 +226,7 @@ def _take_lock(file: BinaryIO, path: Path) -> None:
         ) from error
 
 
-def _unpacked(body: bytes) -> str:
+def _unpacked(body: bytes) -> dict[str, Any]:
     plain = zlib.decompress(body[1:]) if body.startswith(b"z") else body
-    return plain.decode("utf-8", "surrogatepass")
+    value: dict[str, Any] = json.loads(plain.decode("utf-8", "surrogatepass"))
+    return value

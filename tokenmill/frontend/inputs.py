@@ -284,13 +284,13 @@ class InputReader:
             return [
                 self._random.getrandbits(64)
                 if each.params.sampling_seed is None
-                else _sample_seed(each.params.sampling_seed, sample)
+                else sample_seed(each.params.sampling_seed, sample)
                 for each in settings
                 for sample in range(n)
             ]
 
 
-def _sample_seed(seed: int, sample: int) -> int:
+def sample_seed(seed: int, sample: int) -> int:
     """The seed of the j-th sample: the first takes the seed as it is, the others a mix of both."""
     return seed & _64_BITS if sample == 0 else _scramble(_scramble(seed & _64_BITS) ^ sample)
 
