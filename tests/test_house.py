@@ -138,6 +138,7 @@ PUBLIC = {
     "QueueFull",
     "RequestFailed",
     "RequestTimeout",
+    "RowError",
     "WrongState",
     "WrongType",
     "UnknownArgument",

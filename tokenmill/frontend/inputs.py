@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import InvalidArgument, reading
+from tokenmill.errors import InvalidArgument, TooLong, reading
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import (
     RequestOptions,
@@ -258,14 +258,14 @@ class InputReader:
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
         room = most - len(row)
         if room <= 0:
-            raise InvalidArgument(
+            raise TooLong(
                 f"{place} has {len(row)} tokens, but a sequence has at most {most}, and one must remain "
                 f"for the output; shorten it or raise {self._limiting_argument()}"
             )
         if asked is None:
             return room
         if asked > room and settings.is_length_explicit:
-            raise InvalidArgument(
+            raise TooLong(
                 f"{place} has {len(row)} tokens and max_new_tokens is {show(asked)}, but a sequence has at "
                 f"most {most}; lower max_new_tokens to {room}, leave it out, or raise "
                 f"{self._limiting_argument()}"
