@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from types import TracebackType
+from typing import TypedDict
 
 
 class TokenmillError(Exception):
@@ -75,6 +76,15 @@ class EngineClosed(TokenmillError, RuntimeError):
 _LONGEST_TEXT = 1600
 _LONGEST_MESSAGE = 600
 _LONGEST_NAME = 60
+
+
+class RowError(TypedDict):
+    """Why a row has no result, or not all of it: plain data for files and other processes."""
+
+    type: str  # one of `ERROR_TYPES`
+    message: str
+    status_code: int  # the HTTP status that says the same
+
 
 # What may have become of a request that failed by itself, in one word.
 ERROR_TYPES = (

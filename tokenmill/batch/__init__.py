@@ -1,0 +1,1 @@
+"""Batch jobs: a file of prompts in, a file of answers out."""
