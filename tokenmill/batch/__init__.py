@@ -1,1 +1,1 @@
-"""Jobs over whole files of prompts: read, run, write, and go on after whatever ended them."""
+"""Batch jobs: a file of prompts in, a file of answers out."""
