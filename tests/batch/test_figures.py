@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,34 +15,10 @@ from tokenmill.batch.figures import Distribution, Figures, Timeline
 pytestmark = pytest.mark.unit
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+Make = Callable[..., dict[str, Any]]
 
 
-def result(prompt: int = 10, output: int = 5, cached: int = 0, latency: float = 0.5, **more: Any) -> dict:
-    facts = {
-        "id": "x",
-        "finish_reason": {"type": "length", "length": output},
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "cached_tokens": cached,
-        "e2e_latency": latency,
-    }
-    return {"text": "", "output_ids": [0] * output, "meta_info": facts, "error": None, **more}
-
-
-def failure(kind: str, message: str) -> dict:
-    facts = {"id": "x", "finish_reason": {"type": "abort", "err_type": kind}, "prompt_tokens": 0}
-    error = {"type": kind, "message": message, "status_code": 400}
-    return {"text": "", "output_ids": [], "meta_info": facts, "error": error}
-
-
-def test_a_summary_adds_up_and_is_json() -> None:
-    clock = Clock()
+def test_a_summary_adds_up_and_is_json(clock: Any, result: Make, failure: Make) -> None:
     figures = Figures(clock=clock)
     figures.started(num_rows=8)
     figures.replayed(2)
@@ -73,8 +50,7 @@ def test_a_summary_adds_up_and_is_json() -> None:
     assert set(timeline["idle_share"]) == {None}
 
 
-def test_what_the_device_did_not_do_is_told_as_a_share() -> None:
-    clock = Clock()
+def test_what_the_device_did_not_do_is_told_as_a_share(clock: Any) -> None:
     figures = Figures(clock=clock)
     figures.started()
     figures.watched(idle_seconds=7.0, busy_seconds=50.0)  # before the job
@@ -129,8 +105,7 @@ def test_odd_distributions(values: list[float]) -> None:
         assert [count for _, _, count in told["bins"] if count][-1] == 1 or values == [0]
 
 
-def test_memory_does_not_grow_with_rows_or_errors() -> None:
-    clock = Clock()
+def test_memory_does_not_grow_with_rows_or_errors(clock: Any, result: Make, failure: Make) -> None:
     figures = Figures(clock=clock)
     figures.started(num_rows=10_000)
     sizes = []
@@ -145,9 +120,8 @@ def test_memory_does_not_grow_with_rows_or_errors() -> None:
     assert max(len(text) for text in figures.summary()["errors"][0]["examples"]) < 600
 
 
-def test_the_time_left_is_that_of_the_tokens_not_of_the_rows() -> None:
+def test_the_time_left_is_that_of_the_tokens_not_of_the_rows(clock: Any, result: Make) -> None:
     """Half of the rows are done, but they had a tenth of the prompt tokens; the plan knows it."""
-    clock = Clock()
     figures = Figures(clock=clock)
     plan = {"prompt_tokens": 100_000, "max_output_tokens": 0}
     figures.started(num_rows=200, plan=plan)
@@ -157,8 +131,7 @@ def test_the_time_left_is_that_of_the_tokens_not_of_the_rows() -> None:
     assert figures.snapshot().seconds_left == pytest.approx(90, rel=0.05)
 
 
-def test_without_a_plan_a_row_is_as_long_as_those_before_it() -> None:
-    clock = Clock()
+def test_without_a_plan_a_row_is_as_long_as_those_before_it(clock: Any, result: Make) -> None:
     figures = Figures(clock=clock)
     figures.started(num_rows=1000)
     figures.replayed(400)
@@ -169,9 +142,8 @@ def test_without_a_plan_a_row_is_as_long_as_those_before_it() -> None:
     assert figures.snapshot().seconds_left == pytest.approx(60, rel=0.05)
 
 
-def test_the_limit_of_new_tokens_bounds_what_is_left() -> None:
+def test_the_limit_of_new_tokens_bounds_what_is_left(clock: Any, result: Make) -> None:
     """Rows so far had 50 tokens each, but all together may have 6000: only 1000 are left."""
-    clock = Clock()
     figures = Figures(clock=clock)
     figures.started(num_rows=200, plan={"prompt_tokens": 0, "max_output_tokens": 6000})
     for _ in range(100):
@@ -180,8 +152,7 @@ def test_the_limit_of_new_tokens_bounds_what_is_left() -> None:
     assert figures.snapshot().seconds_left == pytest.approx(2, rel=0.05)
 
 
-def test_a_job_of_unknown_length_and_a_job_that_is_done() -> None:
-    clock = Clock()
+def test_a_job_of_unknown_length_and_a_job_that_is_done(clock: Any, result: Make) -> None:
     figures = Figures(clock=clock)
     figures.started()
     clock.now += 5
@@ -192,7 +163,7 @@ def test_a_job_of_unknown_length_and_a_job_that_is_done() -> None:
     assert figures.snapshot().seconds == 5
 
 
-def test_a_row_costs_little() -> None:
+def test_a_row_costs_little(result: Make) -> None:
     """The best of several, because other programs of the machine only ever add time."""
     figures = Figures()
     figures.started(num_rows=10**6)
