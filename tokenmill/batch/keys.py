@@ -1,6 +1,6 @@
-"""What a finished sample is known by: a digest of everything that its answer depends on, and of nothing else.
+"""What a finished sample is known by: a digest of all that its answer depends on, and of nothing else.
 
-Owns which arguments, parameters and files change an answer, and the seeds of rows that have none of their own.
+Owns which arguments, parameters and files change an answer, and the seeds of rows without one of their own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tokenmill.frontend.inputs import sample_seed
 from tokenmill.messages import LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show
 
-# Arguments of the engine on which answers depend, besides the files of model and tokenizer. The others say where
-# and how fast it runs, or act through the requests.
+# Arguments of the engine on which answers depend, besides the files of model and tokenizer. The others say
+# where and how fast it runs, or act through the requests.
 CHANGING_ARGUMENTS = (
     "skip_tokenizer_init",
     "load_format",
@@ -45,7 +45,15 @@ _PARAMS = [
     for field in dataclasses.fields(SamplingParams)
     if field.name not in _PARAMS_APART
 ]
-_TEXT_FILES = ("config.json", "generation_config.json", "*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
+_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*token*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+)
 _SAMPLE_BYTES = 64
 _SAMPLES = 4  # of each tensor
 _MOST_HEADER_BYTES = 2**27
@@ -112,7 +120,9 @@ def fingerprint(config: EngineConfig, *, dtype: str) -> bytes:
     `dtype` is the one that was resolved. Reads some kilobytes of each file of weights, not all of them.
     """
     arguments = {name: getattr(config, name) for name in CHANGING_ARGUMENTS} | {"dtype": dtype}
-    digest = hashlib.blake2b(json.dumps(arguments, sort_keys=True, default=repr).encode(), digest_size=KEY_BYTES)
+    digest = hashlib.blake2b(
+        json.dumps(arguments, sort_keys=True, default=repr).encode(), digest_size=KEY_BYTES
+    )
     for name in dict.fromkeys((config.model_path, config.tokenizer_path or config.model_path)):
         folder = hub.resolve(name, revision=config.revision, download_dir=config.download_dir)
         for path in sorted(folder.iterdir()):
@@ -139,7 +149,9 @@ def _weights_identity(path: Path) -> Iterator[bytes]:
         yield header
         try:
             tensors = json.loads(header)
-            ranges = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
+            ranges = sorted(
+                entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"
+            )
         except (ValueError, TypeError, KeyError, AttributeError):
             return  # the loader has its own opinion of such a file
         for start, end in ranges:
@@ -173,9 +185,7 @@ def _asks_the_same(one: Request, other: Request) -> bool:
 
 def _settings_text(request: Request) -> str:
     """Everything but the prompt and the seed that the answer depends on."""
-    params = {
-        name: value for name, default in _PARAMS if (value := getattr(request.params, name)) != default
-    }
+    params = {name: value for name, default in _PARAMS if (value := getattr(request.params, name)) != default}
     return repr(
         (
             sorted(params.items()),

@@ -1,6 +1,7 @@
-"""The output of a running job: lines of finished rows as they come, and in the order of the input at the end.
+"""The output of a running job: lines of rows as they finish, and in the order of the input at the end.
 
-Owns the file, where the line of each row is in it, and that a reader never sees half a line or less than before.
+Owns the file, where the line of each row is in it, and that a reader never sees half a line, or less than
+before.
 """
 
 from __future__ import annotations

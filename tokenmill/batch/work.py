@@ -1,7 +1,7 @@
-"""The heart of a job: records in, lines out, each row once, with as little held in memory as keeps the engine full.
+"""The heart of a job: records in, lines out, each row once, holding no more rows than keep the engine full.
 
-Owns the way of a row from its record to its line. Files are opened by `job.py`, and what a sample is known by is
-decided in `keys.py`.
+Owns the way of a row from its record to its line. Files are opened by `job.py`, and what a sample is known
+by is decided in `keys.py`.
 """
 
 from __future__ import annotations
