@@ -15,11 +15,10 @@ from typing import Any, SupportsIndex, overload
 from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
+from tokenmill.frontend.turns import Turns
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 _ABORTED = 499  # as web servers note that a client has gone
-# Longest that a thread works on results before the core's thread gets a turn; it would wait 5 ms for one.
-_TURN_SECONDS = 0.0002
 
 
 class ResultList(list[dict[str, Any]]):
@@ -157,7 +156,7 @@ def make_shown(rows: list[Row], shape: Shape) -> None:
     The list is used up. Asked for while requests still run, the last result of many need not wait for the
     work of all.
     """
-    due = time.perf_counter() + _TURN_SECONDS
+    turns = Turns()
     while rows:
         row = rows.pop()
         row.shown.make_entries(
@@ -166,9 +165,7 @@ def make_shown(rows: list[Row], shape: Shape) -> None:
             is_last=row.finish is not None,
             hidden_states_format=shape.hidden_states_format,
         )
-        if time.perf_counter() > due:
-            time.sleep(0)  # lets go of the interpreter
-            due = time.perf_counter() + _TURN_SECONDS
+        turns.give_way()
 
 
 def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
