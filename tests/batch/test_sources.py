@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,9 +23,6 @@ from tokenmill.errors import InvalidArgument, WrongType
 
 pytestmark = pytest.mark.unit
 
-pyarrow = pytest.importorskip("pyarrow")
-import pyarrow.ipc  # noqa: E402
-import pyarrow.parquet  # noqa: E402
 
 # One folder serves all examples of a property; each writes its file anew.
 in_one_folder = settings(
