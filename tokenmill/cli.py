@@ -20,6 +20,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tokenmill import __version__, bench
+from tokenmill.batch.command import add_command
 from tokenmill.errors import InvalidArgument
 from tokenmill.flags import add_engine_flags, add_sampling_flags, given
 from tokenmill.sampling_params import SamplingParams
@@ -106,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     add_sampling_flags(chat, without={"n"})
     add_engine_flags(chat)
     chat.set_defaults(command=_chat)
+
+    add_command(commands)
 
     info = commands.add_parser(
         "info",

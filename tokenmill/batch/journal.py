@@ -100,7 +100,10 @@ class Journal:
             self._num_waiting_bytes += len(body)
 
     def commit(self) -> None:
-        """Bring to the disk what was added: all of it, or, with `JobStopped`, nothing. For one thread."""
+        """Write what was added: all of it, or, with `JobStopped`, nothing. For one thread.
+
+        From now on it outlives the process; the machine, with the next `sync`.
+        """
         with self._lock:
             self._writing, self._pending = self._pending, {}
             self._num_waiting_bytes = 0
@@ -111,12 +114,17 @@ class Journal:
             records.append(packed(key, body))
             offsets.append((key, end))
             end += len(records[-1])
-        append(self._file, b"".join(records), end=self._end, path=self.path, syncs=True)
+        append(self._file, b"".join(records), end=self._end, path=self.path)
         with self._lock:
             self._end = end
             for key, offset in offsets:
                 self._table.add(key, offset)
             self._writing = {}
+
+    def sync(self) -> None:
+        """Bring to the disk what was written. Raises `JobStopped`."""
+        with disk_of(self.path):
+            _sync(self._file.fileno())
 
     def close(self) -> None:
         """Let others have the file. What was not committed is not kept."""
@@ -147,21 +155,19 @@ class Journal:
         """Say whose file it is, and who has it open: read by those that are refused."""
         header = _TITLE + b"pid %d" % os.getpid()
         header = header.ljust(_HEADER_BYTES - 1) + b"\n"
-        with _disk(self.path):
+        with disk_of(self.path):
             os.pwrite(self._file.fileno(), header, 0)
             os.fsync(self._file.fileno())
             sync_folder(self.path)
 
 
-def append(file: BinaryIO, data: bytes, *, end: int, path: Path, syncs: bool) -> None:
+def append(file: BinaryIO, data: bytes, *, end: int, path: Path) -> None:
     """Write all of `data` at `end`, the end of the file, or, with `JobStopped`, leave the file as it was."""
-    with _disk(path):
+    with disk_of(path):
         try:
             written = 0
             while written < len(data):
                 written += os.pwrite(file.fileno(), memoryview(data)[written:], end + written)
-            if syncs:
-                _sync(file.fileno())
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(file.fileno(), end)
@@ -178,14 +184,15 @@ def sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def disk_of(path: Path) -> Iterator[None]:
+    """A block whose OSErrors are a disk that does not take what it should."""
     try:
         yield
     except OSError as error:
-        raise stopped_by(error, path) from error
+        raise _stopped_by(error, path) from error
 
 
-def stopped_by(error: OSError, path: Path) -> JobStopped:
+def _stopped_by(error: OSError, path: Path) -> JobStopped:
     """What to tell of a disk that does not take what it should."""
     try:
         room = os.statvfs(path.parent)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
-from tokenmill.batch.journal import append, stopped_by, sync_folder
+from tokenmill.batch.journal import append, disk_of, sync_folder
 
 
 class LineFile:
@@ -69,24 +69,23 @@ class LineFile:
         data = b"".join(lines)
         if not data:
             return
-        append(self._file, data, end=self._end, path=self._working_path, syncs=False)
+        append(self._file, data, end=self._end, path=self._working_path)
         self._end += len(data)
         if self._working_path != self.path and self._end >= self._size_before:
-            self._replace(self._working_path)
+            _take_place(self._working_path, self.path)
             self._working_path = self.path
 
+    def in_order(self) -> Iterator[bytes]:
+        """The lines that were written, in the order of their rows."""
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            for start, length in zip(self._starts, self._lengths, strict=True):
+                if start:
+                    lines.seek(start - 1)
+                    yield lines.read(length)
+
     def finish(self) -> None:
-        """Put the lines in the order of the input; all are written. Raises `JobStopped`."""
-        target = beside(self.path, "ordered")
-        try:
-            with target.open("wb") as ordered:
-                self._write_ordered(ordered)
-                ordered.flush()
-                os.fsync(ordered.fileno())
-        except OSError as error:
-            target.unlink(missing_ok=True)
-            raise stopped_by(error, target) from error
-        self._replace(target)
+        """Put the lines in the order of their rows; all are written. Raises `JobStopped`."""
+        replace_whole(self.path, self._write_ordered)
         self.close()
 
     def close(self) -> None:
@@ -95,23 +94,28 @@ class LineFile:
         if self._working_path != self.path:
             self._working_path.unlink(missing_ok=True)
 
-    def _write_ordered(self, ordered: IO[bytes]) -> None:
-        for line in self._in_order():
-            ordered.write(line)
+    def _write_ordered(self, target: Path) -> None:
+        with target.open("wb") as ordered:
+            ordered.writelines(self.in_order())
 
-    def _in_order(self) -> Iterator[bytes]:
-        with open(self._file.fileno(), "rb", closefd=False) as lines:
-            for start, length in zip(self._starts, self._lengths, strict=True):
-                if start:
-                    lines.seek(start - 1)
-                    yield lines.read(length)
 
-    def _replace(self, new: Path) -> None:
-        try:
-            os.replace(new, self.path)
-            sync_folder(self.path)
-        except OSError as error:
-            raise stopped_by(error, self.path) from error
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file, and put it at `path` once it is on the disk. Raises `JobStopped`."""
+    target = beside(path, "ordered")
+    try:
+        with disk_of(target):
+            write(target)
+            with target.open("rb") as file:
+                os.fsync(file.fileno())
+        _take_place(target, path)
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def _take_place(new: Path, path: Path) -> None:
+    with disk_of(path):
+        os.replace(new, path)
+        sync_folder(path)
 
 
 def beside(path: Path, stage: str) -> Path:
@@ -119,9 +123,7 @@ def beside(path: Path, stage: str) -> Path:
     return path.with_name(f"{path.name}.tokenmill-{stage}")
 
 
-def _opened(path: Path) -> IO[bytes]:
-    try:
+def _opened(path: Path) -> BinaryIO:
+    with disk_of(path):
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    except OSError as error:
-        raise stopped_by(error, path) from error
     return os.fdopen(number, "rb")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from tokenmill.batch.answers import lasting
 from tokenmill.batch.commits import Commits
@@ -19,10 +19,11 @@ from tokenmill.batch.input_record import Record
 from tokenmill.batch.keys import Keys, seeded
 from tokenmill.batch.ledger import Ledger, OpenRow
 from tokenmill.batch.line_file import LineFile
+from tokenmill.batch.outputs import OutputFormat
 from tokenmill.batch.rows import RowMaker
 from tokenmill.errors import RowError
 from tokenmill.frontend.failures import failed_result
-from tokenmill.frontend.iteration import Entry, RowRunner
+from tokenmill.frontend.iteration import Entry, Finished, RowRunner
 
 # Records that are read together: enough to tokenize them in one go.
 _ROWS_AT_ONCE = 256
@@ -31,14 +32,6 @@ _BYTES_AT_ONCE = 4 * 2**20
 _MOST_HELD_ROWS = 20_000
 _MOST_HELD_BYTES = 256 * 2**20
 _PAUSE_SECONDS = 0.005
-
-
-class OutputFormat(Protocol):
-    """A record and its results as lines; the same for the same, byte for byte."""
-
-    def line(self, record: Record, results: Sequence[dict[str, Any]]) -> tuple[bytes | None, bytes | None]:
-        """For the output, and for the file of errors."""
-        ...
 
 
 class Work:
@@ -57,9 +50,10 @@ class Work:
         output: LineFile,
         errors: LineFile | None,
         commits: Commits,
+        params: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        """`options` are keywords of `generate` for all rows. `errors` may be the same file as `output`."""
+        """`params` are the sampling parameters, `options` other keywords of `generate`, of all rows."""
         self._source = source
         self._maker = maker
         self._form = form
@@ -70,6 +64,7 @@ class Work:
         self._output = output
         self._errors = errors
         self._commits = commits
+        self._params = params
         self._options = options
         self._flying: dict[int, OpenRow] = {}
         self._num_held = 0
@@ -78,7 +73,8 @@ class Work:
 
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
-        with contextlib.closing(self._runner.run(self._entries())) as finished:
+        finished = cast(Generator[Finished], self._runner.run(self._entries()))
+        with contextlib.closing(finished):
             for entry, results in finished:
                 row = self._flying.pop(entry.index)
                 self._figures.finished(results)
@@ -106,7 +102,7 @@ class Work:
         """Each record with its entry, or with what is wrong with it."""
         items = [self._maker.item(record) for record in records]
         good = [item for item in items if not _is_error(item)]
-        read = iter(self._runner.read(good, options=self._options))
+        read = iter(self._runner.read(good, sampling_params=self._params, options=self._options))
         for record, item in zip(records, items, strict=True):
             self.num_rows += 1
             if _is_error(item):
