@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 # One folder serves all examples of a property; each writes its file anew.
 in_one_folder = settings(
-    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 good = {"prompt": "Hi"}
 json_values = st.recursive(

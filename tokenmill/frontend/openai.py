@@ -133,7 +133,9 @@ def _read_names(body: Any, own: set[str]) -> dict[str, Any]:
         elif name in known:
             given[name] = value
         else:
-            raise UnknownArgument(f"body has no parameter {name!r}.{did_you_mean(str(name), sorted(known))}")
+            raise UnknownArgument(
+                f"body has no parameter {name!r}.{did_you_mean(str(name), sorted(known | _REFUSED.keys()))}"
+            )
     return given
 
 
