@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 # One folder serves all examples of a property; each writes its file anew.
 in_one_folder = settings(
-    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 good = {"prompt": "Hi"}
 json_values = st.recursive(
@@ -194,13 +194,14 @@ texts = st.lists(awkward | cells, max_size=5).map("".join)
 @given(
     rows=st.lists(st.tuples(texts, texts), max_size=6),
     delimiter=st.sampled_from([",", "\t"]),
-    end=st.sampled_from(["\n", "\r\n"]),
-    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    # With line feeds alone, the library leaves fields with a carriage return in them without quotes.
+    style=st.sampled_from([("\r\n", csv.QUOTE_MINIMAL), ("\r\n", csv.QUOTE_ALL), ("\n", csv.QUOTE_ALL)]),
 )
 def test_csv_gives_back_what_the_standard_library_wrote(
-    tmp_path: Path, rows: list[tuple[str, str]], delimiter: str, end: str, quoting: Any
+    tmp_path: Path, rows: list[tuple[str, str]], delimiter: str, style: tuple[str, Any]
 ) -> None:
     file = io.StringIO(newline="")
+    end, quoting = style
     writer = csv.writer(file, delimiter=delimiter, lineterminator=end, quoting=quoting)
     writer.writerows([("a", "b"), *rows])
     path = written(tmp_path, "in.tsv" if delimiter == "\t" else "in.csv", file.getvalue())
