@@ -118,13 +118,15 @@ class BatchJob:
             output = _opened(stack, self.files.output if table is None else table.lines_path)
             errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
             outputs = [output] if errors is None else [output, errors]
+            runner = engine.open_rows()
+            model = fingerprint(engine.config, dtype=runner.facts.dtype)
             with Commits(journal, outputs) as commits:
                 work = Work(
                     self._source,
                     maker,
                     form,
-                    runner=engine.open_rows(),
-                    keys=self._keys(engine),
+                    runner=runner,
+                    keys=Keys(model, seed=self._config.seed),
                     ledger=Ledger(journal),
                     figures=self.figures,
                     output=output,
@@ -154,10 +156,6 @@ class BatchJob:
         if self.files.table_format is None:
             return rows
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
-
-    def _keys(self, engine: Engine) -> Keys:
-        model = fingerprint(engine.config, dtype=engine.get_server_info()["dtype"])
-        return Keys(model, seed=self._config.seed)
 
     def _options(self) -> dict[str, Any]:
         timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}
