@@ -22,6 +22,7 @@ from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler
+from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
@@ -91,6 +92,12 @@ class Loop:
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
         self._closing = False
+        self.pulse = Pulse()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run. May be asked by any thread."""
+        return self._scheduler.num_waiting + self._scheduler.num_running
 
     @property
     def facts(self) -> EngineFacts:
@@ -98,6 +105,7 @@ class Loop:
 
     def run(self) -> None:
         """Returns after `Close`; requests that are still alive then are reported as aborted."""
+        self.pulse.is_resting = False
         while not self._closing:
             self._drain()
             if self._deadlines:
@@ -105,6 +113,7 @@ class Loop:
             if not (self._scheduler.is_asleep or self._control.stands_still):
                 self._turn()
                 self._control.stepped()
+        self.pulse.is_resting = True
         self._send(self._scheduler.abort_all("the engine was shut down"))
         self._grammars.close()
 
@@ -135,20 +144,27 @@ class Loop:
 
     def _collect(self) -> None:
         """Take in the oldest step."""
-        self._send(self._scheduler.take_in(self._runner.collect()))
+        result = self._runner.collect()
+        self.pulse.num_steps += 1
+        self._send(self._scheduler.take_in(result))
 
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes or a deadline is there."""
         self._let_go()
         if (self._scheduler.is_asleep or self._control.stands_still) and not self._closing:
             with contextlib.suppress(queue.Empty):
-                self._handle(self._inbox.get(timeout=self._deadlines.seconds_left()))
+                self._handle(self._sleep())
         while not self._closing:
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 return
             self._handle(message)
+
+    def _sleep(self) -> Message:
+        """The next message; raises `queue.Empty` when a deadline is there before it."""
+        with self.pulse.resting():
+            return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -165,7 +181,8 @@ class Loop:
                 if self._held:  # it may be meant for requests among them
                     self._held.append(message)
             case Call():
-                self._answer(message)
+                with self.pulse.resting():
+                    self._answer(message)
             case Close():
                 self._closing = True
 
