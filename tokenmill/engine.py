@@ -22,6 +22,8 @@ from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.items import ItemReader
+from tokenmill.frontend.iteration import RowRunner
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.prompt_lint import PromptLint
@@ -69,6 +71,7 @@ class Engine:
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
         self._lint = PromptLint(self._tokenizer)
+        self._items = ItemReader(self._reader, self._template, self._client.facts, self._lint)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -126,6 +129,10 @@ class Engine:
             if call.streams
             else await self._client.run_async(call)
         )
+
+    def open_rows(self) -> RowRunner:
+        """What reads rows and runs them one by one, for jobs that are larger than the memory."""
+        return RowRunner(self.config, self._client, self._items, owner=self)
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End requests early; their callers get the tokens so far, with `finish_reason` type `abort`.

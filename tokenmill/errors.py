@@ -15,6 +15,9 @@ class TokenmillError(Exception):
 class InvalidArgument(TokenmillError, ValueError):
     """An argument has a value that cannot be served; raised before any work starts."""
 
+    error_type = "bad_parameters"  # one of `ERROR_TYPES`
+    status_code = 400  # the HTTP status that says the same
+
     def __init__(self, message: str) -> None:
         super().__init__(_shortened(message))
 
@@ -25,6 +28,18 @@ class WrongType(InvalidArgument, TypeError):
 
 class UnknownArgument(InvalidArgument, TypeError):
     """A keyword or dictionary key that no parameter has."""
+
+
+class TooLong(InvalidArgument):
+    """A prompt, alone or with the output that is asked for, does not fit into a sequence."""
+
+    error_type = "too_long"
+
+
+class InvalidGrammar(InvalidArgument):
+    """What an output is to follow is no schema, pattern, grammar or tag."""
+
+    error_type = "bad_grammar"
 
 
 class ModelNotFound(InvalidArgument, FileNotFoundError):
@@ -62,6 +77,10 @@ class QueueFull(RequestFailed):
 class WrongState(TokenmillError, RuntimeError):
     """A call that the engine cannot serve in the state it is in: a second profile, or a prompt while its
     memory is released."""
+
+
+class JobStopped(TokenmillError, RuntimeError):
+    """A batch job cannot go on: the disk is full, or its journal is in use. What was finished is kept."""
 
 
 class EngineDead(TokenmillError, RuntimeError):
