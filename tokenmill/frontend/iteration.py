@@ -289,7 +289,7 @@ def _results_of(flow: Flow, entries: Iterator[Sequence[Entry]]) -> Iterator[Fini
                 rest = 2 * time.perf_counter() - began
             if (finished := flow.pop()) is not None:
                 yield finished
-            elif not flow.take(woken.set) and not (is_open and flow.has_room):
+            elif flow.num_held and not flow.take(woken.set) and not (is_open and flow.has_room):
                 woken.wait()
                 woken.clear()
     if failure is not None:
