@@ -81,7 +81,10 @@ def rows(count: int) -> list[dict[str, Any]]:
     """Plain rows, some drawn, some of several samples, some like others, some that cannot be run."""
     made = []
     for number in range(count):
-        row: dict[str, Any] = {"number": number, "prompt": f"The capital of country {number % (count - 20)} is"}
+        row: dict[str, Any] = {
+            "number": number,
+            "prompt": f"The capital of country {number % (count - 20)} is",
+        }
         if number % 3 == 0:
             row["sampling_params"] = {"temperature": 0}
         elif number % 7 == 0:

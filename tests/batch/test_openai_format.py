@@ -11,6 +11,7 @@ import pytest
 from tests.batch.records import TIMEOUT, ListSource, failed, record_of, result
 from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
 from tokenmill.batch.openai_parts import PromptRows
+from tokenmill.errors import InvalidArgument
 
 pytestmark = pytest.mark.unit
 
@@ -114,6 +115,11 @@ def test_another_model_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage() for record in caplog.records] == [
         "the batch file asks for model 'gpt-4o' (str); 'tiny' answers instead"
     ]
+
+
+def test_an_engine_without_words_cannot_answer() -> None:
+    with pytest.raises(InvalidArgument, match="no tokenizer"):
+        OpenAIRows(model="tiny", has_tokenizer=False)
 
 
 def test_batch_files_are_told_from_others() -> None:

@@ -147,7 +147,11 @@ class BatchJob:
     def _row_maker(self, engine: Engine) -> RowMaker:
         if self._columns is not None:
             return self._columns
-        return OpenAIRows(model=_name_of(engine), sampling_params=self._config.sampling_params)
+        return OpenAIRows(
+            model=_name_of(engine),
+            sampling_params=self._config.sampling_params,
+            has_tokenizer=not engine.config.skip_tokenizer_init,
+        )
 
     def _output_format(self, engine: Engine) -> OutputFormat:
         if self._is_openai:

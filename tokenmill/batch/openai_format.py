@@ -48,8 +48,18 @@ def is_batch_file(source: Source) -> bool:
 class OpenAIRows:
     """Makes items of the rows of a batch file. Its lines come in order when they come for the first time."""
 
-    def __init__(self, *, model: str, sampling_params: Mapping[str, Any] | None = None) -> None:
-        """`model` is what answers, whatever the lines name; `sampling_params` hold where they are silent."""
+    def __init__(
+        self, *, model: str, sampling_params: Mapping[str, Any] | None = None, has_tokenizer: bool = True
+    ) -> None:
+        """`model` is what answers, whatever the lines name; `sampling_params` hold where they are silent.
+
+        Raises `InvalidArgument` for an engine without a tokenizer.
+        """
+        if not has_tokenizer:
+            raise InvalidArgument(
+                "a batch file of OpenAI's is answered by texts, but this engine has no tokenizer "
+                "(skip_tokenizer_init=True); leave that out, or give rows of input_ids"
+            )
         self._model = model
         self._defaults = dict(sampling_params or {})
         self._url: str | None = None  # that of all lines: the first one's
