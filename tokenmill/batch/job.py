@@ -21,6 +21,7 @@ from tokenmill.batch.keys import Keys, fingerprint
 from tokenmill.batch.ledger import Ledger
 from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
+from tokenmill.batch.openai_parts import PromptRows
 from tokenmill.batch.outputs import OutputFormat, RowOutput
 from tokenmill.batch.progress import Progress
 from tokenmill.batch.report import write_report
@@ -82,8 +83,9 @@ class BatchJob:
         self._engine = engine
         check_whole("seed", config.seed, minimum=-(2**63), maximum=2**64 - 1)
         SamplingParams.from_value(config.sampling_params)
-        self._source = open_source(source, format=config.format, split=config.split)
-        self._is_openai = is_batch_file(self._source)
+        opened = open_source(source, format=config.format, split=config.split)
+        self._is_openai = is_batch_file(opened)
+        self._source = PromptRows(opened) if self._is_openai else opened
         form = RowForm(**{name: getattr(config, name) for name in _FORM_ARGUMENTS})
         self._columns = None if self._is_openai else ColumnRows(form, self._source)
         self._check_form(form)
@@ -147,7 +149,11 @@ class BatchJob:
     def _row_maker(self, engine: Engine) -> RowMaker:
         if self._columns is not None:
             return self._columns
-        return OpenAIRows(model=_name_of(engine), sampling_params=self._config.sampling_params)
+        return OpenAIRows(
+            model=_name_of(engine),
+            sampling_params=self._config.sampling_params,
+            has_tokenizer=not engine.config.skip_tokenizer_init,
+        )
 
     def _output_format(self, engine: Engine) -> OutputFormat:
         if self._is_openai:
