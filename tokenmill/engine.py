@@ -24,6 +24,7 @@ from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
+from tokenmill.frontend.planning import Plan, Planner
 from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.scoring import ScoreOptions, ScoreResult, Scoring
 from tokenmill.frontend.sessions import Sessions
@@ -69,6 +70,7 @@ class Engine:
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
         self._lint = PromptLint(self._tokenizer)
+        self._planner = Planner(self.config, self._client, self._reader.apart())
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -153,6 +155,27 @@ class Engine:
         if input_ids is None:
             self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
+
+    def plan(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        mean_output_tokens: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Plan:
+        """What `generate` with these arguments would take: tokens, the share from the cache, time, memory.
+
+        Runs nothing of it. The first plan of an engine measures its speed with a few tiny batches (two
+        seconds). A row is expected to write all the tokens it may, or `mean_output_tokens` if it may end
+        before. Of more than 8,192 rows only a sample is looked at. Raises `InvalidArgument`.
+        """
+        return self._planner.plan(prompt, sampling_params, input_ids, {**options}, mean_output_tokens)
+
+    def open_planner(self) -> Planner:
+        """What plans requests that were read before, for jobs."""
+        return self._planner
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Let no step run until `continue_generation`; requests may still be submitted, and wait.

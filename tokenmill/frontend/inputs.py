@@ -6,6 +6,7 @@ as a whole: either every item is valid, or the first fault is raised and nothing
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,12 @@ class InputReader:
         self._eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < facts.vocab_size)
         self._random = random.Random(None if random_seed is None else random_seed & _64_BITS)
         self._random_lock = threading.Lock()
+
+    def apart(self) -> InputReader:
+        """A reader that reads the same, and draws seeds of its own."""
+        twin = copy.copy(self)
+        twin._random, twin._random_lock = random.Random(), threading.Lock()
+        return twin
 
     def read(
         self,
