@@ -6,6 +6,7 @@ the package is quick and touches neither torch nor transformers.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
@@ -14,10 +15,12 @@ from tokenmill.errors import (
     EngineDead,
     InvalidArgument,
     InvalidRequest,
+    JobStopped,
     ModelNotFound,
     QueueFull,
     RequestFailed,
     RequestTimeout,
+    RowError,
     TokenmillError,
     UnknownArgument,
     UnsupportedModel,
@@ -37,10 +40,12 @@ __all__ = [
     "EngineDead",
     "InvalidArgument",
     "InvalidRequest",
+    "JobStopped",
     "ModelNotFound",
     "QueueFull",
     "RequestFailed",
     "RequestTimeout",
+    "RowError",
     "SamplingParams",
     "TokenmillError",
     "UnknownArgument",
@@ -52,6 +57,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "batch":
+        return importlib.import_module("tokenmill.batch")
     if name != "Engine":
         raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
     from tokenmill.engine import Engine

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.errors import InvalidGrammar, WrongType
 
 MAX_CONSTRAINT_BYTES = 512 * 1024
 MAX_REGEX_BYTES = 64 * 1024
@@ -51,11 +51,11 @@ def regex(name: str, value: Any) -> str | None:
     try:
         length = _length(_parser.parse(text))
     except (re.error, OverflowError) as error:
-        raise InvalidArgument(f"{name} is no regular expression of Python: {error}") from None
+        raise InvalidGrammar(f"{name} is no regular expression of Python: {error}") from None
     except RecursionError:
-        raise InvalidArgument(f"{name} is nested too deeply; use fewer parentheses") from None
+        raise InvalidGrammar(f"{name} is nested too deeply; use fewer parentheses") from None
     if length > MAX_REGEX_LENGTH:
-        raise InvalidArgument(
+        raise InvalidGrammar(
             f"{name} is {length} characters long with its repetitions written out, the limit is "
             f"{MAX_REGEX_LENGTH}; use smaller counts, * or +"
         )
@@ -68,7 +68,7 @@ def ebnf(name: str, value: Any) -> str | None:
     if not text.strip():
         return None
     if not re.search(r"^[ \t]*root[ \t]*::=", text, re.MULTILINE):
-        raise InvalidArgument(f"{name} has no rule `root ::= ...`, where the output begins; add one")
+        raise InvalidGrammar(f"{name} has no rule `root ::= ...`, where the output begins; add one")
     return text
 
 
@@ -82,7 +82,7 @@ def structural_tag(name: str, value: Any) -> str | None:
         raise WrongType(f"{name} must be a JSON object, as text or dict, got {type(value).__name__}")
     is_legacy = "structures" in value and "triggers" in value
     if not is_legacy and not (value.get("type") == "structural_tag" and "format" in value):
-        raise InvalidArgument(
+        raise InvalidGrammar(
             f"{name} must be {{'structures': [...], 'triggers': [...]}} or "
             f"{{'type': 'structural_tag', 'format': ...}}; its keys are {sorted(map(str, value))[:10]}"
         )
@@ -100,11 +100,11 @@ def _check_size(name: str, text: str, limit: int) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidArgument(
+        raise InvalidGrammar(
             f"{name} has half a surrogate pair at character {error.start}; remove it"
         ) from None
     if size > limit:
-        raise InvalidArgument(f"{name} has {size:,} bytes, the limit is {limit:,}; make it smaller")
+        raise InvalidGrammar(f"{name} has {size:,} bytes, the limit is {limit:,}; make it smaller")
 
 
 def _parse_json(name: str, text: str) -> Any:
@@ -114,7 +114,7 @@ def _parse_json(name: str, text: str) -> Any:
     except RecursionError:
         raise _too_deep(name) from None
     except ValueError as error:
-        raise InvalidArgument(f"{name} is not valid JSON: {error}") from None
+        raise InvalidGrammar(f"{name} is not valid JSON: {error}") from None
 
 
 def _no_constant(word: str) -> None:
@@ -126,7 +126,7 @@ def _json_text(name: str, value: Any) -> str:
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name} cannot be written as JSON: {error}") from None
+        raise InvalidGrammar(f"{name} cannot be written as JSON: {error}") from None
     _check_size(name, text, MAX_CONSTRAINT_BYTES)
     return text
 
@@ -144,13 +144,13 @@ def _check_depth(name: str, value: Any) -> None:
         if not inner:
             return
         if len(inner) > MAX_CONSTRAINT_BYTES:
-            raise InvalidArgument(f"{name} has more than {MAX_CONSTRAINT_BYTES:,} values; make it smaller")
+            raise InvalidGrammar(f"{name} has more than {MAX_CONSTRAINT_BYTES:,} values; make it smaller")
         level = inner
     raise _too_deep(name)
 
 
-def _too_deep(name: str) -> InvalidArgument:
-    return InvalidArgument(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep; make it flatter")
+def _too_deep(name: str) -> InvalidGrammar:
+    return InvalidGrammar(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep; make it flatter")
 
 
 def _length(tree: Any) -> int:

@@ -22,6 +22,8 @@ from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.items import ItemReader
+from tokenmill.frontend.iteration import RowRunner
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.planning import Plan, Planner
@@ -70,7 +72,8 @@ class Engine:
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
         self._lint = PromptLint(self._tokenizer)
-        self._planner = Planner(self.config, self._client, self._reader.apart())
+        self._items = ItemReader(self._reader, self._template, self._client.facts, self._lint)
+        self.planner = Planner(self.config, self._client, self._reader.apart())
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -129,6 +132,10 @@ class Engine:
             else await self._client.run_async(call)
         )
 
+    def open_rows(self) -> RowRunner:
+        """What reads rows and runs them one by one, for jobs that are larger than the memory."""
+        return RowRunner(self.config, self._client, self._items, owner=self)
+
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End requests early; their callers get the tokens so far, with `finish_reason` type `abort`.
 
@@ -167,15 +174,11 @@ class Engine:
     ) -> Plan:
         """What `generate` with these arguments would take: tokens, the share from the cache, time, memory.
 
-        Runs nothing of it. The first plan of an engine measures its speed with a few tiny batches (two
-        seconds). A row is expected to write all the tokens it may, or `mean_output_tokens` if it may end
-        before. Of more than 8,192 rows only a sample is looked at. Raises `InvalidArgument`.
+        Runs nothing of it; the first plan measures the engine's speed (two seconds). A row is expected to
+        write all that it may, or `mean_output_tokens` if it may end before. Of more than 8,192 rows a sample
+        is looked at. Raises `InvalidArgument`.
         """
-        return self._planner.plan(prompt, sampling_params, input_ids, {**options}, mean_output_tokens)
-
-    def open_planner(self) -> Planner:
-        """What plans requests that were read before, for jobs."""
-        return self._planner
+        return self.planner.plan(prompt, sampling_params, input_ids, {**options}, mean_output_tokens)
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Let no step run until `continue_generation`; requests may still be submitted, and wait.

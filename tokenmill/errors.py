@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from types import TracebackType
+from typing import TypedDict
 
 
 class TokenmillError(Exception):
@@ -13,6 +14,9 @@ class TokenmillError(Exception):
 
 class InvalidArgument(TokenmillError, ValueError):
     """An argument has a value that cannot be served; raised before any work starts."""
+
+    error_type = "bad_parameters"  # one of `ERROR_TYPES`
+    status_code = 400  # the HTTP status that says the same
 
     def __init__(self, message: str) -> None:
         super().__init__(_shortened(message))
@@ -24,6 +28,18 @@ class WrongType(InvalidArgument, TypeError):
 
 class UnknownArgument(InvalidArgument, TypeError):
     """A keyword or dictionary key that no parameter has."""
+
+
+class TooLong(InvalidArgument):
+    """A prompt, alone or with the output that is asked for, does not fit into a sequence."""
+
+    error_type = "too_long"
+
+
+class InvalidGrammar(InvalidArgument):
+    """What an output is to follow is no schema, pattern, grammar or tag."""
+
+    error_type = "bad_grammar"
 
 
 class ModelNotFound(InvalidArgument, FileNotFoundError):
@@ -63,6 +79,10 @@ class WrongState(TokenmillError, RuntimeError):
     memory is released."""
 
 
+class JobStopped(TokenmillError, RuntimeError):
+    """A batch job cannot go on: the disk is full, or its journal is in use. What was finished is kept."""
+
+
 class EngineDead(TokenmillError, RuntimeError):
     """The engine's loop ended by an error (its cause is chained) and takes no more requests."""
 
@@ -75,6 +95,15 @@ class EngineClosed(TokenmillError, RuntimeError):
 _LONGEST_TEXT = 1600
 _LONGEST_MESSAGE = 600
 _LONGEST_NAME = 60
+
+
+class RowError(TypedDict):
+    """Why a row has no result, or not all of it: plain data for files and other processes."""
+
+    type: str  # one of `ERROR_TYPES`
+    message: str
+    status_code: int  # the HTTP status that says the same
+
 
 # What may have become of a request that failed by itself, in one word.
 ERROR_TYPES = (

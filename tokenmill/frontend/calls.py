@@ -11,39 +11,25 @@ from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Request
 
 Wake = Callable[[], None]
+Arrived = list[tuple[Row, Arrival]]
 
 
-class Call:
-    """One generate(): its rows, and what arrived for them and was not taken yet.
+class Mailbox:
+    """What arrived for one call or for many, and was not taken yet.
 
     The core's thread puts, one waiting thread or task takes.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        requests: Sequence[Request],
-        *,
-        shape: Shape,
-        streams: bool,
-        session: Continuation = NO_SESSION,
-    ) -> None:
-        self.rows = rows
-        self.requests = requests  # as the core gets them
-        self.shape = shape
-        self.streams = streams
-        self.session = session
-        self.num_unfinished = len(rows)
-        self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._arrived: list[tuple[Row, Arrival]] = []
+        self._arrived: list[tuple[Call, Arrived]] = []
         self._failure: TokenmillError | None = None
         self._wake: Wake | None = None
 
-    def put(self, arrived: list[tuple[Row, Arrival]]) -> None:
+    def put(self, call: Call, arrived: Arrived) -> None:
         """Add what the core sent, and wake the taker."""
         with self._lock:
-            self._arrived += arrived
+            self._arrived.append((call, arrived))
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
@@ -56,7 +42,7 @@ class Call:
         if wake is not None:
             wake()
 
-    def take(self, wake: Wake) -> list[tuple[Row, Arrival]]:
+    def take(self, wake: Wake) -> list[tuple[Call, Arrived]]:
         """What arrived; if nothing did, an empty list, and `wake` is called once when something does."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
@@ -65,3 +51,39 @@ class Call:
                     raise self._failure
                 self._wake = wake
         return arrived
+
+
+class Call:
+    """One generate(), or one row of an iteration: its rows, and where it is told what came of them."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        requests: Sequence[Request],
+        *,
+        shape: Shape,
+        streams: bool,
+        session: Continuation = NO_SESSION,
+        mail: Mailbox | None = None,
+    ) -> None:
+        """`mail` is shared with other calls, whose taker takes for this one, too; None: its own."""
+        self.rows = rows
+        self.requests = requests  # as the core gets them
+        self.shape = shape
+        self.streams = streams
+        self.session = session
+        self.num_unfinished = len(rows)
+        self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
+        self._mail = Mailbox() if mail is None else mail
+
+    def put(self, arrived: Arrived) -> None:
+        """Add what the core sent, and wake the taker."""
+        self._mail.put(self, arrived)
+
+    def fail(self, failure: TokenmillError) -> None:
+        """Let the taker raise `failure` once it has taken what arrived."""
+        self._mail.fail(failure)
+
+    def take(self, wake: Wake) -> Arrived:
+        """What arrived for a call with a mailbox of its own; see `Mailbox.take`."""
+        return [item for _, arrived in self._mail.take(wake) for item in arrived]

@@ -51,9 +51,7 @@ class ChatTemplate:
         Raises `InvalidArgument` or `WrongType`, which name the message.
         """
         if self._tokenizer is None:
-            raise InvalidArgument(
-                "chat needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
-            )
+            raise _no_tokenizer()
         with reading("messages"):
             conversations, places = _read_conversations(messages)
         settings = self._settings(asked)
@@ -62,14 +60,32 @@ class ChatTemplate:
                 self._render(conversation, place, settings)
                 for conversation, place in zip(conversations, places, strict=True)
             ]
-        try:
-            rows = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"messages: in the text that the chat template makes, {error}") from None
+        rows = self.encode(texts)
         for row, place in zip(rows, places, strict=True):
             if not row:
                 raise InvalidArgument(f"the chat template makes no text of {place}; check chat_template")
         return rows if _is_batch(messages) else rows[0]
+
+    def text(self, messages: Any, asked: ChatOptions) -> str:
+        """The prompt of one conversation, for `encode`. Raises as `token_ids`."""
+        if self._tokenizer is None:
+            raise _no_tokenizer()
+        settings = self._settings(asked)
+        with reading("messages"):
+            conversations, places = _read_conversations(messages)
+            if len(conversations) > 1:
+                raise InvalidArgument(
+                    f"messages is a list of {len(conversations)} conversations; give one in each item"
+                )
+            return self._render(conversations[0], places[0], settings)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of prompts that the template made."""
+        assert self._tokenizer is not None
+        try:
+            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"messages: in the text that the chat template makes, {error}") from None
 
     def _settings(self, asked: ChatOptions) -> dict[str, Any]:
         """The keywords of `apply_chat_template`, the same for all conversations of a call."""
@@ -142,6 +158,12 @@ def check_chat_options(options: Mapping[str, Any]) -> None:
     for name in ("prompt", "input_ids"):
         if name in options:
             raise UnknownArgument(f"chat() has no argument {name!r}; give messages, or use generate()")
+
+
+def _no_tokenizer() -> InvalidArgument:
+    return InvalidArgument(
+        "chat needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
+    )
 
 
 def _is_template(text: str) -> bool:

@@ -23,7 +23,8 @@ from tokenmill.errors import (
     WrongState,
     request_error,
 )
-from tokenmill.frontend.calls import Call, Wake
+from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
+from tokenmill.frontend.failures import failure, row_error
 from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
@@ -72,8 +73,14 @@ class Client:
 
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
-    def prepare(self, job: Job, *, stream: bool) -> Call:
-        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core."""
+    def prepare(
+        self, job: Job, *, stream: bool, has_errors: bool = False, mail: Mailbox | None = None
+    ) -> Call:
+        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core.
+
+        With `has_errors` its results say what went wrong, and nothing is raised. What comes back goes to
+        `mail`, if several calls are waited for together.
+        """
         if self._config.core_process:
             for processor in {request.processor for request in job.requests} - {None}:
                 processor.check_crosses("custom_logit_processor")
@@ -85,10 +92,11 @@ class Client:
             has_timings=self._config.enable_metrics,
             token_text=None if self._tokenizer is None else self._tokenizer.token_text,
             hidden_states_format=job.hidden_states_format,
+            has_errors=has_errors,
         )
         rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
         requests = [dataclasses.replace(row.request, id=row.name) for row in rows]
-        return Call(rows, requests, shape=shape, streams=stream, session=job.session)
+        return Call(rows, requests, shape=shape, streams=stream, session=job.session, mail=mail)
 
     def run(self, call: Call) -> dict[str, Any] | ResultList:
         """Run a call and wait for its results. Raises as `submit` and `advance` do."""
@@ -149,10 +157,16 @@ class Client:
             arrived = call.take(wake)
             if not arrived:
                 break
-            for row, arrival in arrived:
-                if row.finish is None:  # else it is a token after a stop in the text
-                    advanced.append(self._advance_row(call, row, arrival))
+            advanced = self.take_in(call, arrived)
         return advanced
+
+    def take_in(self, call: Call, arrived: Arrived) -> list[Advance]:
+        """Rows of the call that got further by what arrived."""
+        return [
+            self._advance_row(call, row, arrival)
+            for row, arrival in arrived
+            if row.finish is None  # else it is a token after a stop in the text
+        ]
 
     def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
         piece = row.take(arrival)
@@ -161,7 +175,7 @@ class Client:
         if row.finish is not None:
             for observer in self._observers:
                 observer.finished(row)
-            if not call.streams:
+            if not call.streams and not call.shape.has_errors:
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
             call.session.finish(row)
@@ -180,14 +194,22 @@ class Client:
         return Row(request, name=next(self._names), index=index, text=text)
 
     def _results(self, call: Call) -> dict[str, Any] | ResultList:
-        texts = [row.text for row in call.rows]
-        plain = [row for row in call.rows if not row.has_text]
-        if self._tokenizer is not None and plain:
-            decoded = self._tokenizer.texts([(row.request, row.ids_with_text) for row in plain])
-            for row, text in zip(plain, decoded, strict=True):
-                texts[row.index] = text
-        results = results_of(call.rows, texts, call.shape)
+        results = results_of(call.rows, self._texts(call.rows), call.shape)
         return results[0] if call.shape.single else results
+
+    def results(self, calls: Sequence[Call]) -> list[ResultList]:
+        """The results of each of some finished calls, as lists; their texts are made together."""
+        texts = iter(self._texts([row for call in calls for row in call.rows]))
+        return [results_of(call.rows, [next(texts) for _ in call.rows], call.shape) for call in calls]
+
+    def _texts(self, rows: Sequence[Row]) -> list[str]:
+        texts = [row.text for row in rows]
+        plain = [place for place, row in enumerate(rows) if not row.has_text]
+        if self._tokenizer is not None and plain:
+            ended = [(rows[place].request, rows[place].ids_with_text) for place in plain]
+            for place, text in zip(plain, self._tokenizer.texts(ended), strict=True):
+                texts[place] = text
+        return texts
 
     def _progress(self, call: Call) -> contextlib.AbstractContextManager[Report]:
         return open_progress(
@@ -201,14 +223,7 @@ class Client:
         with self._lock:
             self._raise_if_ended()
             self._raise_if_released()
-            for row in call.rows:
-                if row.request.id in self._flying_ids:
-                    raise InvalidArgument(
-                        f"rid {row.request.id!r} is in flight already; give every request its own rid, or "
-                        "leave rid out"
-                    )
-            self._flying.update((row.name, (call, row)) for row in call.rows)
-            self._flying_ids.update(row.request.id for row in call.rows)
+            self._register(call)
         for observer in self._observers:
             for row in call.rows:
                 observer.received(row)
@@ -221,10 +236,43 @@ class Client:
             raise
         self._core_cancel(obsolete)
 
-    def drop(self, call: Call) -> None:
-        """Nobody waits for this call any more: cancel what is left of it."""
-        call.session.drop()
-        self._cancel([row.name for row in call.rows])
+    def submit_all(self, calls: Sequence[Call]) -> None:
+        """Start calls with results that say what went wrong: one whose id is taken ends at once.
+
+        Their jobs belong to no session. Raises `EngineDead` and `EngineClosed`, and `WrongState` while memory
+        is released.
+        """
+        started = []
+        with self._lock:
+            self._raise_if_ended()
+            self._raise_if_released()
+            for call in calls:
+                try:
+                    self._register(call)
+                    started.append(call)
+                except InvalidArgument as error:
+                    call.put([(row, failure(row.name, row_error(error))) for row in call.rows])
+        for observer in self._observers:
+            for row in itertools.chain.from_iterable(call.rows for call in started):
+                observer.received(row)
+        self._core.submit([request for call in started for request in call.requests])
+
+    def _register(self, call: Call) -> None:
+        """With the lock held, note that a call's rows are in flight; all of them, or none."""
+        for row in call.rows:
+            if row.request.id in self._flying_ids:
+                raise InvalidArgument(
+                    f"rid {row.request.id!r} is in flight already; give every request its own rid, or "
+                    "leave rid out"
+                )
+        self._flying.update((row.name, (call, row)) for row in call.rows)
+        self._flying_ids.update(row.request.id for row in call.rows)
+
+    def drop(self, *calls: Call) -> None:
+        """Nobody waits for these calls any more: cancel what is left of them."""
+        for call in calls:
+            call.session.drop()
+        self._cancel([row.name for call in calls for row in call.rows])
 
     def abort(self, request_id: str, *, every: bool) -> None:
         """End requests; their callers get what is there so far. Ids that are not in flight are ignored.

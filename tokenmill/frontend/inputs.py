@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import InvalidArgument, reading
+from tokenmill.errors import InvalidArgument, TooLong, reading
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import (
     RequestOptions,
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class Settings:
     """Sampling parameters of one prompt, with what follows from them and the model."""
 
     params: SamplingParams
@@ -150,13 +150,32 @@ class InputReader:
             hidden_states_format=state_format(options or {}),
         )
 
+    def read_row(
+        self, row: IntArray, settings: Settings, asked: RequestOptions, *, place: str, rid: Any, number: int
+    ) -> tuple[Request, ...]:
+        """The requests of one prompt, a sample each, from its tokens and from what was read for it before.
+
+        `place` names the prompt in messages, `number` is its place among prompts that run together.
+        """
+        n = settings.params.n
+        ids = request_ids(rid, 1, single=True, n=n)
+        limit = self._resolve_length(row, settings, place)
+        logprobs = logprob_options(asked, len(row), place)
+        seeds = self._seeds([settings], n)
+        requests = []
+        for sample in range(n):
+            told = without_prompt(logprobs, len(row)) if sample else logprobs
+            numbers = _Numbers(number + sample, ids[sample], seeds[sample], limit)
+            requests.append(_request(row, settings, asked, told, numbers))
+        return tuple(requests)
+
     # ── sampling parameters ──
 
-    def _read_settings(self, value: Any, prompts: Prompts, *, stream: bool) -> list[_Settings]:
+    def _read_settings(self, value: Any, prompts: Prompts, *, stream: bool) -> list[Settings]:
         """One entry for each prompt; a value used for several prompts is read once."""
         count = len(prompts)
         if not isinstance(value, list | tuple):
-            return [self._settings(value, None, stream=stream)] * count
+            return [self.settings(value, None, stream=stream)] * count
         if prompts.single:
             raise InvalidArgument(
                 f"sampling_params is a list of {len(value)}, but {prompts.name} is a single one; "
@@ -167,10 +186,10 @@ class InputReader:
                 f"sampling_params has length {len(value)}, but {prompts.name} has length {count}; "
                 "give one dict for all, or one for each"
             )
-        known: dict[int, _Settings] = {}
+        known: dict[int, Settings] = {}
         for index, item in enumerate(value):
             if id(item) not in known:
-                known[id(item)] = self._settings(item, index, stream=stream)
+                known[id(item)] = self.settings(item, index, stream=stream)
         settings = [known[id(item)] for item in value]
         for index, each in enumerate(settings):
             if each.params.n != settings[0].params.n:
@@ -180,7 +199,8 @@ class InputReader:
                 )
         return settings
 
-    def _settings(self, value: Any, index: int | None, *, stream: bool) -> _Settings:
+    def settings(self, value: Any, index: int | None = None, *, stream: bool = False) -> Settings:
+        """The parameters of one prompt; `index` is its place in a batch, for messages."""
         params = SamplingParams.from_value(value, index=index, defaults=self._defaults)
         place = "sampling_params" if index is None else f"sampling_params[{index}]"
         if params.stops_on_text and self._tokenizer is None:
@@ -202,7 +222,7 @@ class InputReader:
         grammar = grammar_of(
             params, place, has_tokenizer=self._tokenizer is not None, backend=self._grammar_backend
         )
-        return _Settings(params, is_explicit, stop_ids, interval, grammar)
+        return Settings(params, is_explicit, stop_ids, interval, grammar)
 
     def _stop_ids(self, params: SamplingParams, place: str) -> tuple[int, ...]:
         vocab_size = self._facts.vocab_size
@@ -235,24 +255,33 @@ class InputReader:
     def _tokenize(self, prompts: Prompts) -> list[IntArray]:
         if not prompts.texts:
             return []
+        rows = self.encode(prompts.texts)
+        return [
+            self.check_tokens(row, prompts.texts[index], prompts.place(index))
+            for index, row in enumerate(rows)
+        ]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """What the tokenizer makes of texts. Raises `InvalidArgument` without a tokenizer."""
         if self._tokenizer is None:
             raise InvalidArgument(
                 "prompt needs a tokenizer, and this engine has none (skip_tokenizer_init); use input_ids"
             )
-        vocab_size = self._facts.vocab_size
-        rows = [np.asarray(row, dtype=np.int32) for row in self._tokenizer.encode_batch(prompts.texts)]
-        for index, row in enumerate(rows):
-            if not row.size:
-                raise InvalidArgument(
-                    f"{prompts.place(index)} is empty: the tokenizer makes no token of "
-                    f"{show(prompts.texts[index])}; give at least one character"
-                )
-            if row.max() >= vocab_size:
-                raise InvalidArgument(
-                    f"{prompts.place(index)} holds token {row.max()}, but the model's vocabulary has "
-                    f"{vocab_size} ids; the tokenizer belongs to another model"
-                )
-        return rows
+        return self._tokenizer.encode_batch(texts)
+
+    def check_tokens(self, tokens: Sequence[int] | IntArray, text: str, place: str) -> IntArray:
+        """Tokens that the tokenizer made of a text, as a row that the model can take."""
+        row = np.asarray(tokens, dtype=np.int32)
+        if not row.size:
+            raise InvalidArgument(
+                f"{place} is empty: the tokenizer makes no token of {show(text)}; give at least one character"
+            )
+        if row.max() >= self._facts.vocab_size:
+            raise InvalidArgument(
+                f"{place} holds token {row.max()}, but the model's vocabulary has {self._facts.vocab_size} "
+                "ids; the tokenizer belongs to another model"
+            )
+        return row
 
     def _check_ids(self, prompts: Prompts) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
@@ -260,19 +289,19 @@ class InputReader:
 
     # ── lengths ──
 
-    def _resolve_length(self, row: IntArray, settings: _Settings, place: str) -> int:
+    def _resolve_length(self, row: IntArray, settings: Settings, place: str) -> int:
         """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
         room = most - len(row)
         if room <= 0:
-            raise InvalidArgument(
+            raise TooLong(
                 f"{place} has {len(row)} tokens, but a sequence has at most {most}, and one must remain "
                 f"for the output; shorten it or raise {self._limiting_argument()}"
             )
         if asked is None:
             return room
         if asked > room and settings.is_length_explicit:
-            raise InvalidArgument(
+            raise TooLong(
                 f"{place} has {len(row)} tokens and max_new_tokens is {show(asked)}, but a sequence has at "
                 f"most {most}; lower max_new_tokens to {room}, leave it out, or raise "
                 f"{self._limiting_argument()}"
@@ -285,19 +314,19 @@ class InputReader:
 
     # ── seeds ──
 
-    def _seeds(self, settings: Sequence[_Settings], n: int) -> list[int]:
+    def _seeds(self, settings: Sequence[Settings], n: int) -> list[int]:
         """A seed for each request, unsigned 64 bit; those not given are drawn in input order."""
         with self._random_lock:
             return [
                 self._random.getrandbits(64)
                 if each.params.sampling_seed is None
-                else _sample_seed(each.params.sampling_seed, sample)
+                else sample_seed(each.params.sampling_seed, sample)
                 for each in settings
                 for sample in range(n)
             ]
 
 
-def _sample_seed(seed: int, sample: int) -> int:
+def sample_seed(seed: int, sample: int) -> int:
     """The seed of the j-th sample: the first takes the seed as it is, the others a mix of both."""
     return seed & _64_BITS if sample == 0 else _scramble(_scramble(seed & _64_BITS) ^ sample)
 
@@ -322,7 +351,7 @@ class _Numbers:
 
 def _request(
     row: IntArray,
-    settings: _Settings,
+    settings: Settings,
     asked: RequestOptions,
     logprobs: LogprobOptions | None,
     numbers: _Numbers,

@@ -83,8 +83,8 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (0,),
 }
-_MEDIA = ("image_data", "audio_data", "video_data")
-_GIVEN_IN_PLACE = ("prompt", "sampling_params", "input_ids", *_MEDIA, "stream", "rid")
+MEDIA = ("image_data", "audio_data", "video_data")
+_GIVEN_IN_PLACE = ("prompt", "sampling_params", "input_ids", *MEDIA, "stream", "rid")
 
 MAX_TOP_LOGPROBS = 1024
 _64_BITS_SIGNED = 2**63

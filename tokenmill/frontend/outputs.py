@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
+from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
+from tokenmill.frontend.turns import Turns
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
-# Longest that a thread works on results before the core's thread gets a turn; it would wait 5 ms for one.
-_TURN_SECONDS = 0.0002
+_ABORTED = 499  # as web servers note that a client has gone
 
 
 class ResultList(list[dict[str, Any]]):
@@ -146,6 +147,7 @@ class Shape:
     has_timings: bool = False  # results say when what happened
     token_text: TokenText | None = None  # the text of one token; None without a tokenizer
     hidden_states_format: HiddenStatesFormat = "list"
+    has_errors: bool = False  # results have the key `error`
 
 
 def make_shown(rows: list[Row], shape: Shape) -> None:
@@ -154,7 +156,7 @@ def make_shown(rows: list[Row], shape: Shape) -> None:
     The list is used up. Asked for while requests still run, the last result of many need not wait for the
     work of all.
     """
-    due = time.perf_counter() + _TURN_SECONDS
+    turns = Turns()
     while rows:
         row = rows.pop()
         row.shown.make_entries(
@@ -163,9 +165,7 @@ def make_shown(rows: list[Row], shape: Shape) -> None:
             is_last=row.finish is not None,
             hidden_states_format=shape.hidden_states_format,
         )
-        if time.perf_counter() > due:
-            time.sleep(0)  # lets go of the interpreter
-            due = time.perf_counter() + _TURN_SECONDS
+        turns.give_way()
 
 
 def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
@@ -208,7 +208,9 @@ def _share_prompt_logprobs(results: ResultList, *, num_samples: int) -> None:
 
 
 def _dict(row: Row, text: str, token_ids: list[int], shown: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    result = {"output_ids": token_ids, "meta_info": _meta_info(row, shape) | shown}
+    result: dict[str, Any] = {"output_ids": token_ids, "meta_info": _meta_info(row, shape) | shown}
+    if shape.has_errors:
+        result["error"] = None if row.finish is None else error_of(row.finish)
     return {"text": text, **result} if shape.has_text else result
 
 
@@ -270,3 +272,14 @@ def finish_reason(finish: Finish) -> dict[str, Any]:
                 "status_code": finish.status_code,
                 "err_type": finish.error_type,
             }
+
+
+def error_of(finish: Finish) -> RowError | None:
+    """What went wrong with a request that ended so; None if it has its result."""
+    if finish.kind != "abort":
+        return None
+    return RowError(
+        type=finish.error_type or "aborted",
+        message=finish.message or "the request was aborted",
+        status_code=finish.status_code or _ABORTED,
+    )

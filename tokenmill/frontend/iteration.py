@@ -1,0 +1,304 @@
+"""Rows that come and go: read from any number of items, run within a window, handed out as they finish.
+
+Owns how far reading may be ahead of what was handed out, and the order of the results. What an item may be is
+the matter of `items.py`; who waits for results, and how, of `run` here and of `iterator.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument, RowError
+from tokenmill.frontend.calls import Call, Mailbox, Wake
+from tokenmill.frontend.client import Client
+from tokenmill.frontend.failures import failed_result, row_error
+from tokenmill.frontend.inputs import Job
+from tokenmill.frontend.items import ItemReader
+from tokenmill.frontend.outputs import make_shown
+from tokenmill.frontend.turns import Turns
+from tokenmill.sampling_params import check_whole, show
+
+Order = Literal["completion", "input"]
+
+# The default window: several times what runs at once, so that prompts with the same beginning meet in the
+# queue, and no fewer rows than the queue puts in order at a time; no more than costs little memory.
+_WINDOW_FACTOR = 4
+_SMALLEST_WINDOW = 1024
+_LARGEST_WINDOW = 16_384
+MAX_WINDOW = 2**20
+# Rows whose results are made together: enough to decode their texts in one go, few enough to wait for.
+_RESULTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row, read: its requests, or why it has none."""
+
+    index: int  # position in the input, from 0
+    job: Job | None  # its requests, one for each sample; None if reading failed
+    error: RowError | None  # why it cannot run
+    request_id: str = ""  # of a row that cannot run, as its caller wrote it
+
+    def only(self, samples: Sequence[int]) -> Entry:
+        """The same row with some of its samples, by their places among all; at least one."""
+        if self.job is None:
+            return self
+        requests = [self.job.requests[sample] for sample in samples]
+        # Log-probabilities of the prompt are computed with the first of the samples, for all of them.
+        requests[0] = dataclasses.replace(requests[0], logprobs=self.job.requests[0].logprobs)
+        job = dataclasses.replace(self.job, requests=tuple(requests), single=len(requests) == 1)
+        return dataclasses.replace(self, job=job)
+
+
+Finished = tuple[Entry, list[dict[str, Any]]]
+
+
+class RowRunner:
+    """Reads rows and runs them, with one engine. May be used from any thread, by several at once."""
+
+    def __init__(self, config: EngineConfig, client: Client, reader: ItemReader, *, owner: object) -> None:
+        """`owner` stays alive as long as the runner and what it runs."""
+        self._config = config
+        self._client = client
+        self._reader = reader
+        self._owner = owner
+
+    @property
+    def window(self) -> int:
+        """Rows that are read and not yet handed out at most, where nobody says: 4 times what runs at once.
+
+        At least 1024 and at most 16,384, but no more than `max_queued_requests`.
+        """
+        running, queued = self._client.facts.max_running_requests, self._config.max_queued_requests
+        wanted = min(max(_WINDOW_FACTOR * running, _SMALLEST_WINDOW), _LARGEST_WINDOW)
+        return wanted if queued is None else min(wanted, max(queued, 1))
+
+    def read(
+        self,
+        items: Sequence[Any],
+        *,
+        first_index: int = 0,
+        sampling_params: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[Entry]:
+        """The rows of some items, in their order; texts are tokenized in one call.
+
+        An item is a text, a list of token ids, or a dict with one of `prompt`, `input_ids` and `messages` and
+        what else `generate` or `chat` take: `sampling_params`, `rid`, options by their names. It goes before
+        `sampling_params` and `options`, which hold for all, name by name. An item's own fault is its entry's
+        `error`; raises `InvalidArgument` for faults of what holds for all.
+        """
+        read = self._reader.read(items, sampling_params=sampling_params, options=options)
+        return [
+            Entry(first_index + place, None, each, _rid(items[place]))
+            if isinstance(each, dict)
+            else Entry(first_index + place, each, None)
+            for place, each in enumerate(read)
+        ]
+
+    def run(
+        self, entries: Iterable[Sequence[Entry]], *, order: Order = "completion", window: int | None = None
+    ) -> Iterator[Finished]:
+        """Run rows and give each with its results, one for each sample, as they finish or in input order.
+
+        At most `window` rows (default: `self.window`) are read and not yet handed out: the next sequence is
+        pulled from `entries` when the longest so far would fit. Every result has the key `error`; a failed
+        row ends no other. An exception of `entries` is raised after the results of what came before it.
+        Closing the iterator, or letting go of it, cancels what has not finished. Raises `EngineDead`,
+        `EngineClosed`, and `WrongState` while memory is released.
+        """
+        return _results_of(self.open_flow(order=order, window=window), iter(entries))
+
+    def open_flow(self, *, order: Any, window: Any) -> Flow:
+        """An empty flow of rows. Raises `InvalidArgument`."""
+        if order not in get_args(Order):
+            raise InvalidArgument(f"order must be 'completion' or 'input', got {show(order)}")
+        size = self.window if window is None else check_whole("window", window, minimum=1, maximum=MAX_WINDOW)
+        return Flow(
+            self._client,
+            keeps_order=order == "input",
+            window=size,
+            has_text=not self._config.skip_tokenizer_init,
+            owner=self._owner,
+        )
+
+
+def _rid(item: Any) -> str:
+    rid = item.get("rid") if isinstance(item, dict) else None
+    return rid if isinstance(rid, str) else ""
+
+
+class _Slot:
+    """A row between its reading and its being handed out."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.results: list[dict[str, Any]] | None = None
+
+
+class Flow:
+    """The rows of one iteration: running, finished, and ready to be handed out.
+
+    One thread or task uses it. It never waits: whoever does is told when to look again.
+    """
+
+    def __init__(
+        self, client: Client, *, keeps_order: bool, window: int, has_text: bool, owner: object
+    ) -> None:
+        self.window = window
+        self.num_held = 0  # rows that were added and not handed out
+        self._client = client
+        self._keeps_order = keeps_order
+        self.chunk = 0  # rows that the next sequence may have, as far as is known
+        self._has_text = has_text
+        self._owner = owner
+        self._closed = False
+        self._mail = Mailbox()
+        self._running: dict[Call, _Slot] = {}
+        self._finished: deque[tuple[Call, _Slot]] = deque()  # whose results are not made yet
+        self._slots: deque[_Slot] = deque()  # in the order in which they are handed out
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another sequence of rows should be added."""
+        return not self.num_held or self.num_held + self.chunk <= self.window
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether `pop` has something to do."""
+        return bool(self._finished) or self._is_head_ready
+
+    def prepare(self, entries: Sequence[Entry]) -> list[_Prepared]:
+        """Rows that are ready to be started; may run in any thread."""
+        turns = Turns()
+        prepared = []
+        for entry in entries:
+            prepared.append((_Slot(entry), self._call(entry)))
+            turns.give_way()
+        return prepared
+
+    def start(self, prepared: Sequence[_Prepared]) -> None:
+        """Start rows. Raises `EngineDead`, `EngineClosed`, or `WrongState`. After `close` it does nothing."""
+        if self._closed:
+            return
+        self.chunk = max(self.chunk, len(prepared))
+        self.num_held += len(prepared)
+        if self._keeps_order:
+            self._slots.extend(slot for slot, _ in prepared)
+        calls = []
+        for slot, call in prepared:
+            if isinstance(call, Call):
+                self._running[call] = slot
+                calls.append(call)
+            else:
+                self._finish(slot, [call])
+        self._client.submit_all(calls)
+
+    def _call(self, entry: Entry) -> Call | dict[str, Any]:
+        """The call of a row, or the result of one that cannot run."""
+        error = entry.error
+        if entry.job is not None:
+            try:
+                return self._client.prepare(entry.job, stream=False, has_errors=True, mail=self._mail)
+            except Exception as fault:  # what a row brings along may be anything; it fails alone
+                error = row_error(fault)
+        assert error is not None
+        return failed_result(
+            error,
+            request_id=entry.request_id,
+            has_text=self._has_text,
+            weight_version=self._client.weight_version,
+        )
+
+    def take(self, wake: Wake) -> bool:
+        """Take in what arrived. If nothing did: False, and `wake` is called once when something does.
+
+        Raises `EngineDead` and `EngineClosed`.
+        """
+        arrived = self._mail.take(wake)
+        for call, items in arrived:
+            self._client.take_in(call, items)
+            if call.shown:
+                make_shown(call.shown, call.shape)
+            if not call.num_unfinished and call in self._running:
+                self._finished.append((call, self._running.pop(call)))
+        return bool(arrived)
+
+    def pop(self) -> Finished | None:
+        """The next row to be handed out, with its results; None if it is not there yet."""
+        while self._finished and not self._is_head_ready:
+            self._make_results()
+        if not self._is_head_ready:
+            return None
+        slot = self._slots.popleft()
+        self.num_held -= 1
+        assert slot.results is not None
+        return slot.entry, slot.results
+
+    @property
+    def _is_head_ready(self) -> bool:
+        return bool(self._slots) and self._slots[0].results is not None
+
+    def _make_results(self) -> None:
+        some = [self._finished.popleft() for _ in range(min(_RESULTS_AT_ONCE, len(self._finished)))]
+        made = self._client.results([call for call, _ in some])
+        for (_, slot), results in zip(some, made, strict=True):
+            self._finish(slot, list(results))
+
+    def _finish(self, slot: _Slot, results: list[dict[str, Any]]) -> None:
+        slot.results = results
+        if not self._keeps_order:
+            self._slots.append(slot)
+
+    def close(self) -> None:
+        """Cancel what runs, and forget the rest. Idempotent."""
+        self._closed = True
+        running, self._running = self._running, {}
+        self._finished.clear()
+        self._slots.clear()
+        self.num_held = 0
+        if running:
+            self._client.drop(*running)
+
+
+_Prepared = tuple[_Slot, Call | dict[str, Any]]
+
+
+def _results_of(flow: Flow, entries: Iterator[Sequence[Entry]]) -> Iterator[Finished]:
+    """Hand out rows, and read more whenever there is room for them."""
+    woken = threading.Event()
+    failure: Exception | None = None
+    is_open = True
+    rest = 0.0  # no reading until then, while results are ready: a slow source must not hold them up
+    with contextlib.closing(flow):
+        while is_open or flow.num_held:
+            began = time.perf_counter()
+            if is_open and flow.has_room and (began >= rest or not flow.has_ready):
+                try:
+                    is_open = _read_more(flow, entries)
+                except Exception as error:  # of the source; what came before it goes first
+                    is_open, failure = False, error
+                rest = 2 * time.perf_counter() - began
+            if (finished := flow.pop()) is not None:
+                yield finished
+            elif not flow.take(woken.set) and not (is_open and flow.has_room):
+                woken.wait()
+                woken.clear()
+    if failure is not None:
+        raise failure
+
+
+def _read_more(flow: Flow, entries: Iterator[Sequence[Entry]]) -> bool:
+    """Start the next rows; False if there are none."""
+    some = next(entries, None)
+    if some is not None:
+        flow.start(flow.prepare(some))
+    return some is not None
