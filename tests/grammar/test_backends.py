@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,30 @@ def test_many_masks_at_once_are_those_of_each(name: str) -> None:
         alone = np.zeros((1, library.num_words), dtype=np.int32)
         library.fill_masks([matcher], alone)
         assert (alone[0] == row).all()
+
+
+def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that many follow is compiled once for each thread; its matchers do not notice."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    library = open_backend(EngineConfig(), VOCABULARY)
+    template = library.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}'))
+    matchers = [template.new() for _ in range(64)]
+    assert len({matcher.lock for matcher in matchers}) > 4  # type: ignore[attr-defined]
+    random, plain = np.random.default_rng(7), backend("llguidance")
+    together = np.zeros((64, library.num_words), dtype=np.int32)
+    alone = np.zeros((1, plain.num_words), dtype=np.int32)
+    followers = [
+        plain.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}')).new() for _ in matchers
+    ]
+    for _ in range(12):
+        library.fill_masks(matchers, together)
+        for matcher, follower, row in zip(matchers, followers, together, strict=True):
+            plain.fill_masks([follower], alone)
+            assert (alone[0] == row).all()
+            if tokens := allowed(row):  # else the object is complete
+                token = int(random.choice(tokens))
+                assert matcher.accept(token)
+                assert follower.accept(token)
 
 
 @each_backend

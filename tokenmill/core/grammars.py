@@ -30,7 +30,7 @@ class Guide:
         self.end_ids = end_ids
         # How the request ends now, because its grammar leaves it no token to draw.
         self.finish: Finish | None = None
-        self._has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
+        self.has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
         # Ends that the sampler holds back until so many tokens are out.
         self._min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
         self._num_accepted = 0
@@ -38,26 +38,27 @@ class Guide:
     def accept(self, token: int) -> Finish | None:
         """Go on by a token drawn under this guide's mask; returns `finish`."""
         self._num_accepted += 1
-        if self._has_ended or (token in self.end_ids and self.matcher.is_accepting):
-            self._has_ended = True
+        if self.has_ended or (token in self.end_ids and self.matcher.is_accepting):
+            self.has_ended = True
         elif not self.matcher.accept(token):
             self.finish = _broken(self.matcher.error or f"token {token} was drawn, which it does not allow")
         return self.finish
 
-    def set_ends(self, row: IntArray, ends: Words) -> None:
-        """Complete the matcher's mask [words]: `ends` are allowed where the output is complete."""
+    @property
+    def may_end(self) -> bool:
+        """Whether the output is complete as it is, and long enough."""
+        is_complete = self.has_ended or self.matcher.is_accepting
+        return is_complete and self._num_accepted >= self._min_new_tokens
+
+    def look(self) -> None:
+        """Set `finish` if computing the mask broke the matcher."""
         if error := self.matcher.error:
             self.finish = _broken(error)
-            return
-        if self._has_ended:
-            row[:] = 0
-        is_complete = self._has_ended or self.matcher.is_accepting
-        is_held_back = self._num_accepted < self._min_new_tokens
-        for word, bits in ends:
-            row[word] = row[word] | bits if is_complete and not is_held_back else row[word] & ~bits
-        # Where any text can follow, a byte can, and these are the first tokens of nearly all vocabularies.
-        if not row[:_FIRST_WORDS].any() and not row.any():
-            self.finish = self._stuck(is_complete)
+
+    def get_stuck(self) -> None:
+        """Set `finish`: no token is left."""
+        if self.finish is None:
+            self.finish = self._stuck(self.has_ended or self.matcher.is_accepting)
 
     def _stuck(self, is_complete: bool) -> Finish:
         """The end of a request for which no token is left."""
@@ -111,14 +112,35 @@ class Grammars:
         if self._bits.shape[0] < len(guided) or self._bits.shape[1] != backend.num_words:
             self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
         bits = self._bits[: len(guided)]
-        backend.fill_masks([guide.matcher for _, guide in guided], bits)
+        guides = [guide for _, guide in guided]
+        backend.fill_masks([guide.matcher for guide in guides], bits)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
-        for (_, guide), row in zip(guided, bits, strict=True):
-            guide.set_ends(row, self._words(guide.end_ids))
+        self._set_ends(guides, bits)
         slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
         # The tokenizer may know more ids than the model.
         return TokenMasks(slots, bits[:, : self._num_words])
+
+    def _set_ends(self, guides: list[Guide], bits: IntArray) -> None:
+        """Complete the masks [guides, words]: ends are allowed where an output may end, and nowhere else.
+
+        The device waits for this in every step, so what can be done for all rows at once is.
+        """
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, guide in enumerate(guides):
+            guide.look()
+            if guide.has_ended:
+                bits[row] = 0
+            rows_of.setdefault(guide.end_ids, []).append(row)
+        may_end = np.array([guide.may_end for guide in guides], dtype=np.bool_)
+        for end_ids, rows in rows_of.items():
+            for word, end_bits in self._words(end_ids):
+                column = bits[rows, word]
+                bits[rows, word] = np.where(may_end[rows], column | end_bits, column & ~end_bits)
+        # Where any text can follow, a byte can, and these are the first tokens of nearly all vocabularies.
+        for row in np.flatnonzero(~bits[:, :_FIRST_WORDS].any(axis=1)).tolist():
+            if not bits[row].any():
+                guides[row].get_stuck()
 
     def clear(self) -> None:
         """Forget what was compiled."""

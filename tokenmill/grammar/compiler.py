@@ -22,6 +22,8 @@ logger = logging.getLogger("tokenmill")
 SECONDS = 10.0
 _NUM_THREADS = 2
 _CAPACITY = 1024
+# A library sets much up when it meets its first schema.
+_SMALL = Grammar("json_schema", "{}")
 
 
 class Compiler:
@@ -67,12 +69,12 @@ class Compiler:
             return self._backend
 
     def prepare(self) -> None:
-        """Open the backend in a thread, so that the first grammar need not wait for it."""
+        """Open and use the backend in a thread, so that the first grammar need not wait for either."""
         threading.Thread(target=self._prepare, name="tokenmill-grammar", daemon=True).start()
 
     def _prepare(self) -> None:
         with contextlib.suppress(Exception):  # the first grammar meets it again, and has somebody to tell
-            self.backend()
+            self.backend().compile(_SMALL)
 
     def clear(self) -> None:
         """Forget every grammar; templates in use stay valid."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +27,23 @@ if TYPE_CHECKING:
 # Room for large schemas; what needs more is hostile or hopeless.
 _MAX_LEXER_STATES = 50_000
 # Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
-# a mask takes longer than this.
+# a mask takes longer than this, or there are several locks.
 _SLOW_SECONDS = 2e-4
+_MANY_LOCKS = 4
+# Fewer masks are filled before a thread wakes up.
+_MANY_MASKS = 32
+# A grammar with so many matchers is compiled once more for every thread, if that takes no longer than this.
+_POPULAR = 16
+_COPY_SECONDS = 0.05
+_MOST_THREADS = 8
 
 
 class LlguidanceMatcher:
     """See `Matcher`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, lock: int) -> None:
         self.inner = matcher
+        self.lock = lock  # which other matchers wait while one of them fills its mask
 
     @property
     def is_accepting(self) -> bool:
@@ -58,14 +69,23 @@ class LlguidanceMatcher:
 
 
 class LlguidanceTemplate:
-    """See `Template`."""
+    """See `Template`. Thread-safe. Its matchers take turns in sharing each of its copies."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._first = matcher
+    def __init__(self, first: LLMatcher, again: Callable[[], LLMatcher], *, num_copies: int) -> None:
+        self._copies = [first]
+        self._again = again
+        self._num_copies = num_copies  # once many use it
+        self._num_matchers = 0
+        self._guard = threading.Lock()
 
     def new(self) -> LlguidanceMatcher:
         """See `Template`."""
-        return LlguidanceMatcher(self._first.deep_copy())
+        with self._guard:
+            self._num_matchers += 1
+            if self._num_matchers == _POPULAR:
+                self._copies += [self._again() for _ in range(1, self._num_copies)]
+            copy = self._copies[self._num_matchers % len(self._copies)]
+            return LlguidanceMatcher(copy.deep_copy(), id(copy))
 
 
 class LlguidanceBackend:
@@ -78,16 +98,16 @@ class LlguidanceBackend:
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
         self._end_id = vocabulary.end_id
         self._tokenizer = LLTokenizer(vocabulary.document, n_vocab=num_tokens, eos_token=self._end_id)
-        self._threads = LLExecutor()
+        self._num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._threads = LLExecutor(self._num_threads)
         self._mask_seconds = 0.0  # that one took last time
         self._json_options = _json_options(config)
 
     def compile(self, grammar: Grammar) -> LlguidanceTemplate:
         """See `Backend`."""
         source = self._source(grammar)
-        matcher = LLMatcher(
-            self._tokenizer, source, log_level=0, limits=LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
-        )
+        began = time.perf_counter()
+        matcher = self._matcher(source)
         # What is too complex shows when the first mask is computed; the copies find its work done.
         if not matcher.is_error():
             first: IntArray = np.zeros(self.num_words, dtype=np.int32)
@@ -96,17 +116,26 @@ class LlguidanceBackend:
                 raise BadGrammar("no output can follow it")
         if matcher.is_error():
             raise BadGrammar(_reason(matcher))
-        return LlguidanceTemplate(matcher)
+        num_affordable = 1 + int(_COPY_SECONDS / (time.perf_counter() - began))
+        return LlguidanceTemplate(
+            matcher, partial(self._matcher, source), num_copies=min(self._num_threads, num_affordable)
+        )
+
+    def _matcher(self, source: str) -> LLMatcher:
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
+        return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """See `Backend`."""
         began = time.perf_counter()
-        if self._mask_seconds > _SLOW_SECONDS:
+        if self._mask_seconds > _SLOW_SECONDS or _fill_side_by_side(matchers):
             rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
             self._threads.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
         else:
-            for matcher, row in zip(matchers, out, strict=True):
-                matcher.fill_mask(row)
+            address, num_bytes = out.ctypes.data, out.strides[0]
+            for matcher in matchers:  # NumPy's own way to the address of a row takes longer than some masks
+                matcher.inner.unsafe_compute_mask_ptr(address, num_bytes)  # type: ignore[attr-defined]
+                address += num_bytes
         self._mask_seconds = (time.perf_counter() - began) / max(1, len(matchers))
         out.view(np.uint32)[:, self._end_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end_id % 32)
 
@@ -144,6 +173,13 @@ class LlguidanceBackend:
             rules.append(f"head{index}[lazy]: TEXT {_quoted(tag.trigger)}")
             rules.append(f"tag{index}: head{index} {_quoted(rest)} %json {schema} {_quoted(tag.end)}")
         return str(LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _fill_side_by_side(matchers: Sequence[Matcher]) -> bool:
+    """Whether threads would get through many masks without waiting for each other."""
+    if len(matchers) < _MANY_MASKS:
+        return False
+    return len({matcher.lock for matcher in matchers}) >= _MANY_LOCKS  # type: ignore[attr-defined]
 
 
 def _json_options(config: EngineConfig) -> JsonCompileOptions:

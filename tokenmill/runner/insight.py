@@ -18,7 +18,7 @@ from tokenmill.runner.executor import Executor
 from tokenmill.sampling.logprobs import TokenLogprobs, token_logprobs
 
 # Logits of so many prompt positions exist at once.
-_ROWS_AT_ONCE = {"cuda": 512, "cpu": 64}
+_ROWS_AT_ONCE = {"cuda": 1024, "cpu": 64}
 
 
 @dataclass(frozen=True, slots=True)
