@@ -39,6 +39,7 @@ class Plan:
     rows: int
     requests: int  # a row with `n` samples is `n` of them
     invalid_rows: int  # that cannot run
+    duplicate_rows: int  # that share the result of a row like them, and need no requests
     sampled_rows: int | None  # rows that were looked at to guess the rest; None: all were
     prompt_tokens: int
     cached_tokens: int  # of the prompt tokens, those that the prefix cache will serve
@@ -63,12 +64,13 @@ class Plan:
 
     def __str__(self) -> str:
         guessed = "" if self.sampled_rows is None else f" (guessed from {self.sampled_rows:,} of them)"
-        invalid = f", {self.invalid_rows:,} of them cannot run" if self.invalid_rows else ""
+        without = [(self.invalid_rows, "cannot run"), (self.duplicate_rows, "are like others")]
+        apart = "".join(f", {count:,} of them {what}" for count, what in without if count)
         is_bound = self.output_tokens == self.max_output_tokens
         limit = "if none ends early" if is_bound else f"of at most {self.max_output_tokens:,}"
         return "\n".join(
             [
-                f"rows           {self.rows:,}{invalid}{guessed}",
+                f"rows           {self.rows:,}{apart}{guessed}",
                 f"prompt tokens  {self.prompt_tokens:,}, {self.cached_share:.0%} of them from the cache",
                 f"output tokens  {self.output_tokens:,}, {limit}",
                 f"time           {_spoken(self.seconds)}, with up to {self.running_rows:,} rows at once",
@@ -122,13 +124,15 @@ class Planner:
         *,
         rows: int,
         invalid_rows: int = 0,
+        duplicate_rows: int = 0,
         sampled_rows: int | None = None,
         mean_output_tokens: Any = None,
         reading_seconds: float = 0.0,
     ) -> Plan:
         """The plan for `rows` rows, of which these are the requests, or those of a sample of the rows.
 
-        `invalid_rows` of all are known to have no requests. `reading_seconds` is what reading these took.
+        `invalid_rows` and `duplicate_rows` of all have no requests. `reading_seconds` is what reading these
+        took.
         """
         if mean_output_tokens is not None:
             mean_output_tokens = check_real("mean_output_tokens", mean_output_tokens, minimum=0)
@@ -146,6 +150,7 @@ class Planner:
             rows=rows,
             requests=count,
             invalid_rows=invalid_rows,
+            duplicate_rows=duplicate_rows,
             sampled_rows=sampled_rows,
             prompt_tokens=round(int(columns.prompts.sum()) * scale),
             cached_tokens=round(int(columns.cached.sum()) * scale),
