@@ -21,9 +21,11 @@ from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_option
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.facts import model_info
+from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
-from tokenmill.frontend.iteration import RowRunner
+from tokenmill.frontend.iteration import Order, RowRunner
+from tokenmill.frontend.iterator import ResultIterator
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.planning import Plan, Planner
@@ -59,14 +61,7 @@ class Engine:
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
         self._close = weakref.finalize(self, self._client.close)
-        self._reader = InputReader(
-            self._client.facts,
-            tokenizer=self._tokenizer,
-            defaults=self.config.preferred_sampling_params,
-            random_seed=self.config.random_seed,
-            stream_interval=self.config.stream_interval,
-            grammar_backend=self.config.grammar_backend,
-        )
+        self._reader = InputReader.of(self.config, self._client.facts, self._tokenizer)
         self._scoring = Scoring(self.config, self._client, self._reader, self._tokenizer)
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
@@ -101,6 +96,10 @@ class Engine:
         of such dicts, each with what is new since the last one (with `cumulative_stream`, with everything so
         far) and, for a batch, the `index` of the result it belongs to; closing it cancels what is not done.
 
+        With `on_error="return"` a row that fails has the key `error`, which is None in all others, and the
+        rest goes on; by default the first failure is raised (docs/errors.md). Ctrl-C while it waits is an
+        `Interrupted` (a KeyboardInterrupt) with the results so far, or returns them.
+
         Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
         """
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
@@ -132,6 +131,32 @@ class Engine:
             else await self._client.run_async(call)
         )
 
+    def iter(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        order: Order = "completion",
+        window: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> ResultIterator:
+        """Results of any number of prompts, one by one, for `for` or `async for`.
+
+        `prompts` is any iterable, pulled from while results are taken: a list, generator, open text file or
+        data set; for `async for` an asynchronous one, too. An item is a text, a list of token ids, or a dict
+        with `prompt`, `input_ids` or `messages`, and with `sampling_params`, `rid` and options of its own.
+
+        Results come as they finish, or in the order of the input with `order="input"`. Each is a dict as
+        `generate` gives it, with its `index` in the input, with its `sample` where a prompt has several, and
+        with `error`, which is None where all is well; here a row that fails ends no other, unless
+        `on_error="raise"` asks for what `generate` does. At most `window` prompts are read and not yet
+        answered and taken. Closing the iterator, or letting go of it, cancels what has not finished.
+
+        Raises `InvalidArgument` for what holds for all, `EngineDead`, or `EngineClosed`.
+        """
+        rows = self.open_rows()
+        return ResultIterator(rows, prompts, sampling_params, {**options}, order=order, window=window)
+
     def open_rows(self) -> RowRunner:
         """What reads rows and runs them one by one, for jobs that are larger than the memory."""
         return RowRunner(self.config, self._client, self._items, owner=self)
@@ -157,28 +182,26 @@ class Engine:
         streams = check_flag("stream", stream)
         session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
         job = self._reader.read(
-            prompt, sampling_params, input_ids, rid=rid, stream=streams, options=options, session=session
+            prompt,
+            sampling_params,
+            input_ids,
+            rid=rid,
+            stream=streams,
+            options=options,
+            session=session,
+            faults=Faults.of(options),
         )
         if input_ids is None:
             self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
 
-    def plan(
-        self,
-        prompt: Any = None,
-        sampling_params: Any = None,
-        input_ids: Any = None,
-        *,
-        mean_output_tokens: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Plan:
-        """What `generate` with these arguments would take: tokens, the share from the cache, time, memory.
+    def plan(self, *arguments: Any, **options: Any) -> Plan:
+        """What `generate` with the same arguments would take: tokens, cache hits, time and memory.
 
         Runs nothing of it; the first plan measures the engine's speed (two seconds). A row is expected to
-        write all that it may, or `mean_output_tokens` if it may end before. Of more than 8,192 rows a sample
-        is looked at. Raises `InvalidArgument`.
+        write all that it may, or `mean_output_tokens` if it may end before. Raises `InvalidArgument`.
         """
-        return self.planner.plan(prompt, sampling_params, input_ids, {**options}, mean_output_tokens)
+        return self.planner.plan(*arguments, **options)
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Let no step run until `continue_generation`; requests may still be submitted, and wait.
@@ -288,15 +311,17 @@ class Engine:
     ) -> Call:
         check_chat_options(options)
         streams = check_flag("stream", stream)
+        faults = Faults.of(options)
         session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
         job = self._reader.read(
-            input_ids=self._template.token_ids(messages, asked),
+            input_ids=self._template.token_ids(messages, asked, faults),
             sampling_params=sampling_params,
             rid=rid,
             stream=streams,
             options=options,
             session=session,
             source="messages",
+            faults=faults,
         )
         return self._client.prepare(job, stream=streams)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class TokenmillError(Exception):
@@ -89,6 +89,18 @@ class EngineDead(TokenmillError, RuntimeError):
 
 class EngineClosed(TokenmillError, RuntimeError):
     """The engine was shut down and takes no more requests."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a call that waited for results; the engine lives on.
+
+    `results` is the list of them as far as they came: each has the key `error`, which is None where the row
+    had finished, and of type `aborted` where it had not.
+    """
+
+    def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 # What is told of anything at all, and of an error that came from elsewhere.

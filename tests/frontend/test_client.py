@@ -342,13 +342,17 @@ def test_ctrl_c_cancels_and_is_raised(
     gate.clear()
     call = prepare("long", stream=stream, **ENDLESS)
     main = threading.main_thread().ident
-    timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+
+    def press() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        gate.set()
+
+    timer = threading.Timer(0.05, press)
     timer.start()
     wait = (lambda: next(client.stream(call, owner=None))) if stream else (lambda: client.run(call))
     with pytest.raises(KeyboardInterrupt):
         wait()
     timer.join()
-    gate.set()
     wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
 
 

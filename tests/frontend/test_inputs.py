@@ -183,7 +183,7 @@ def test_samples_of_a_prompt_stand_together_and_make_a_list() -> None:
         ({"input_ids": [[1], 2]}, WrongType, ["input_ids[1] must be a list"]),
         ({"input_ids": [[1], None]}, WrongType, ["input_ids[1] must be a list"]),
         ({"input_ids": [[1], "ab"]}, WrongType, ["input_ids[1] must be a list"]),
-        ({"input_ids": [1, [2]]}, WrongType, ["input_ids[1] must be an integer"]),
+        ({"input_ids": [1, [2]]}, WrongType, ["input_ids[0] must be a list"]),
         ({"input_ids": [1, None]}, WrongType, ["input_ids[1]", "None"]),
         ({"input_ids": [None, 1]}, WrongType, ["input_ids[0]", "None"]),
         ({"input_ids": [1, True]}, WrongType, ["input_ids[1]", "True"]),

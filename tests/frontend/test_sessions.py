@@ -53,7 +53,7 @@ def make_row(rid: str, prompt_ids: Any, output: list[int] | None = None, kind: s
 def begin(sessions: Sessions, params: dict[str, Any], rid: str, new: list[int]) -> tuple[Any, Any, Any]:
     """Start a turn; gives its call, its row, and the names of requests that it made obsolete."""
     call = sessions.continuation(params)
-    [prompt], _ = call.join([np.asarray(new, np.int32)], ["prompt"])
+    prompt = call.join(np.asarray(new, np.int32), call.place("prompt"))
     row = make_row(rid, prompt)
     return call, row, call.start([row])
 
@@ -231,7 +231,7 @@ def test_opening_and_closing(sessions: Sessions, caplog: pytest.LogCaptureFixtur
 def test_a_session_that_is_closed_while_a_call_is_made(sessions: Sessions) -> None:
     sessions.open(10, "s")
     call = sessions.continuation({"id": "s"})
-    [prompt], _ = call.join([np.asarray([1], np.int32)], ["prompt"])
+    prompt = call.join(np.asarray([1], np.int32), "prompt")
     sessions.close("s")
     sessions.open(10, "s")
     with pytest.raises(sgl.InvalidArgument, match="no session 's'"):
@@ -242,7 +242,7 @@ def test_a_turn_that_is_replaced_while_a_call_is_made(sessions: Sessions) -> Non
     sessions.open(10, "s")
     take_turn(sessions, {"id": "s"}, "a", [1], [2])
     call = sessions.continuation({"id": "s"})
-    [prompt], _ = call.join([np.asarray([3], np.int32)], ["prompt"])
+    prompt = call.join(np.asarray([3], np.int32), "prompt")
     take_turn(sessions, {"id": "s", "replace": True}, "b", [4], [])
     with pytest.raises(sgl.InvalidArgument, match="session 's' was changed meanwhile"):
         call.start([make_row("c", prompt)])
@@ -336,7 +336,7 @@ def test_streaming_sessions_only_append_and_one_at_a_time(sessions: Sessions) ->
     assert take_turn(sessions, {"id": "s"}, "a", [1], [2]) == [1]
     late = sessions.continuation({"id": "s"})
     assert take_turn(sessions, {"id": "s", "rid": "a"}, "b", [3], [4]) == [1, 2, 3]
-    [prompt], _ = late.join([np.asarray([5], np.int32)], ["prompt"])
+    prompt = late.join(np.asarray([5], np.int32), "prompt")
     with pytest.raises(sgl.InvalidArgument, match="one request at a time"):
         late.start([make_row("late", prompt)])
     for key, value in {"replace": True, "offset": 1, "drop_previous_output": True}.items():
@@ -353,7 +353,7 @@ def test_streaming_sessions_only_append_and_one_at_a_time(sessions: Sessions) ->
         sessions.continuation({"id": "s"})
     call.drop()
     two = sessions.continuation({"id": "s"})
-    rows, _ = two.join([np.asarray([5], np.int32)] * 2, ["prompt[0]", "prompt[1]"])
+    rows = [two.join(np.asarray([5], np.int32), place) for place in ("prompt[0]", "prompt[1]")]
     with pytest.raises(sgl.InvalidArgument, match="one request at a time"):
         two.start([make_row("d", rows[0]), make_row("e", rows[1])])
     assert take_turn(sessions, {"id": "s"}, "f", [6], []) == [1, 2, 3, 4, 6]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import RowError, TokenmillError
+from tokenmill.frontend.failures import failure
 from tokenmill.frontend.outputs import Arrival, Row, Shape
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Request
@@ -64,17 +65,36 @@ class Call:
         shape: Shape,
         streams: bool,
         session: Continuation = NO_SESSION,
+        returns_errors: bool = False,
         mail: Mailbox | None = None,
     ) -> None:
         """`mail` is shared with other calls, whose taker takes for this one, too; None: its own."""
         self.rows = rows
-        self.requests = requests  # as the core gets them
+        # Those that run: all but the refused ones; and their requests as the core gets them.
+        self.running = rows
+        self.requests = requests
+        self.refused: dict[int, RowError] = {}  # why, by their indexes
         self.shape = shape
         self.streams = streams
         self.session = session
+        self.returns_errors = returns_errors  # in results; otherwise the first one is raised
         self.num_unfinished = len(rows)
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
+        self.has_own_mail = mail is None
         self._mail = Mailbox() if mail is None else mail
+
+    def refuse(self, errors: Mapping[int, RowError]) -> None:
+        """Leave out the rows with these indexes; they end as soon as the others start."""
+        if errors:
+            self.refused |= errors
+            left = [at for at, row in enumerate(self.running) if row.index not in errors]
+            self.running = [self.running[at] for at in left]
+            self.requests = [self.requests[at] for at in left]
+
+    def start(self) -> None:
+        """The running rows are in flight now: tell how the refused ones ended."""
+        if self.refused:
+            self.put([failure(self.rows[index], error) for index, error in self.refused.items()])
 
     def put(self, arrived: Arrived) -> None:
         """Add what the core sent, and wake the taker."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, reading
+from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.sampling_params import check_flag, check_text, show
 
 if TYPE_CHECKING:
@@ -45,10 +46,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template = None if template is None else read_template("chat_template", template)
 
-    def token_ids(self, messages: Any, asked: ChatOptions) -> list[Any]:
+    def token_ids(self, messages: Any, asked: ChatOptions, faults: Faults = RAISED) -> list[Any]:
         """The ids of one conversation, or a list with those of each conversation of a batch.
 
-        Raises `InvalidArgument` or `WrongType`, which name the message.
+        Raises `InvalidArgument` or `WrongType`, which name the message, as far as `faults` does not take
+        them up; conversations at fault have no ids.
         """
         if self._tokenizer is None:
             raise _no_tokenizer()
@@ -56,14 +58,14 @@ class ChatTemplate:
             conversations, places = _read_conversations(messages)
         settings = self._settings(asked)
         with reading("messages"):
-            texts = [
-                self._render(conversation, place, settings)
-                for conversation, place in zip(conversations, places, strict=True)
-            ]
-        rows = self.encode(texts)
-        for row, place in zip(rows, places, strict=True):
-            if not row:
-                raise InvalidArgument(f"the chat template makes no text of {place}; check chat_template")
+            texts = faults.each(
+                "messages",
+                conversations,
+                lambda index, conversation: self._render(conversation, places[index], settings),
+                "",
+            )
+        rows: list[list[int]] = faults.together("messages", texts, self.encode, [])
+        rows = faults.each("messages", rows, lambda index, row: _not_empty(row, places[index]), [])
         return rows if _is_batch(messages) else rows[0]
 
     def text(self, messages: Any, asked: ChatOptions) -> str:
@@ -120,7 +122,8 @@ class ChatTemplate:
             )
         return self._template
 
-    def _render(self, conversation: Sequence[Any], place: str, settings: Mapping[str, Any]) -> str:
+    def _render(self, conversation: Any, place: str, settings: Mapping[str, Any]) -> str:
+        _check_conversation(conversation, place)
         messages = [_message(message, f"{place}[{index}]") for index, message in enumerate(conversation)]
         if settings["continue_final_message"] and not messages[-1].get("content"):
             raise InvalidArgument(
@@ -174,24 +177,34 @@ def _is_template(text: str) -> bool:
 
 
 def _is_batch(messages: Sequence[Any]) -> bool:
-    return isinstance(messages[0], list | tuple)
+    """Whether these are conversations; one that is no list is at fault, unless it looks like a message."""
+    if isinstance(messages[0], Mapping):
+        return False
+    return any(isinstance(each, list | tuple) for each in messages)
 
 
-def _read_conversations(messages: Any) -> tuple[list[Sequence[Any]], list[str]]:
-    """The conversations, and how errors name them."""
+def _read_conversations(messages: Any) -> tuple[list[Any], list[str]]:
+    """The conversations, not checked yet, and how errors name them."""
     if not isinstance(messages, list | tuple):
         raise WrongType(f"messages must be a list of messages, got {show(messages)}")
     if not messages:
         raise InvalidArgument("messages is empty; give at least one message")
     if not _is_batch(messages):
         return [messages], ["messages"]
-    places = [f"messages[{index}]" for index in range(len(messages))]
-    for conversation, place in zip(messages, places, strict=True):
-        if not isinstance(conversation, list | tuple):
-            raise WrongType(f"{place} must be a list of messages like messages[0], got {show(conversation)}")
-        if not conversation:
-            raise InvalidArgument(f"{place} is empty; give at least one message")
-    return list(messages), places
+    return list(messages), [f"messages[{index}]" for index in range(len(messages))]
+
+
+def _check_conversation(conversation: Any, place: str) -> None:
+    if not isinstance(conversation, list | tuple):
+        raise WrongType(f"{place} must be a list of messages like the others, got {show(conversation)}")
+    if not conversation:
+        raise InvalidArgument(f"{place} is empty; give at least one message")
+
+
+def _not_empty(tokens: list[int], place: str) -> list[int]:
+    if not tokens:
+        raise InvalidArgument(f"the chat template makes no text of {place}; check chat_template")
+    return tokens
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
@@ -20,11 +22,13 @@ from tokenmill.errors import (
     EngineClosed,
     EngineDead,
     InvalidArgument,
+    TokenmillError,
     WrongState,
     request_error,
 )
 from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
-from tokenmill.frontend.failures import failure, row_error
+from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
+from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
@@ -33,10 +37,13 @@ from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
 from tokenmill.metrics import Metrics
 
 if TYPE_CHECKING:
+    from tokenmill.frontend.detokenizer import TextStream
     from tokenmill.frontend.inputs import Job
     from tokenmill.frontend.tokenizer import Tokenizer
 
 _TIMED_OUT = 408
+# How long a call that was interrupted waits for the tokens of what it ends: a step or two.
+_GIVE_UP_SECONDS = 5.0
 
 
 class Client:
@@ -73,17 +80,17 @@ class Client:
 
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
-    def prepare(
-        self, job: Job, *, stream: bool, has_errors: bool = False, mail: Mailbox | None = None
-    ) -> Call:
+    def prepare(self, job: Job, *, stream: bool, mail: Mailbox | None = None) -> Call:
         """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core.
 
-        With `has_errors` its results say what went wrong, and nothing is raised. What comes back goes to
-        `mail`, if several calls are waited for together.
+        What comes back goes to `mail`, if several calls are waited for together.
         """
+        faults = Faults(returned=job.returns_errors, found=job.errors)
         if self._config.core_process:
-            for processor in {request.processor for request in job.requests} - {None}:
-                processor.check_crosses("custom_logit_processor")
+            self._check_crossing(job.requests, faults)
+        texts = faults.each(
+            "stop_regex", job.requests, lambda _, request: self._open_text(request, stream=stream), None
+        )
         shape = Shape(
             single=job.single,
             has_text=self._tokenizer is not None,
@@ -92,29 +99,64 @@ class Client:
             has_timings=self._config.enable_metrics,
             token_text=None if self._tokenizer is None else self._tokenizer.token_text,
             hidden_states_format=job.hidden_states_format,
-            has_errors=has_errors,
+            has_errors=job.returns_errors,
         )
-        rows = [self._row(request, index, stream=stream) for index, request in enumerate(job.requests)]
-        requests = [dataclasses.replace(row.request, id=row.name) for row in rows]
-        return Call(rows, requests, shape=shape, streams=stream, session=job.session, mail=mail)
+        rows = [
+            Row(request, name=next(self._names), index=index, text=texts[index])
+            for index, request in enumerate(job.requests)
+        ]
+        call = Call(
+            rows,
+            [dataclasses.replace(row.request, id=row.name) for row in rows],
+            shape=shape,
+            streams=stream,
+            session=job.session,
+            returns_errors=job.returns_errors,
+            mail=mail,
+        )
+        call.refuse(faults.found)
+        return call
 
     def run(self, call: Call) -> dict[str, Any] | ResultList:
         """Run a call and wait for its results. Raises as `submit` and `advance` do."""
-        woken = threading.Event()
+        woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a signal's handler may put into
         try:
-            self.submit(call)
-            with self._progress(call) as report:
-                while call.num_unfinished:
-                    if advanced := self.advance(call, woken.set):
-                        report(advanced)
-                        make_shown(call.shown, call.shape)
-                    else:
-                        woken.wait()
-                        woken.clear()
-            return self._results(call)
+            with Interrupts(partial(woken.put, None)) as interrupts:
+                self.submit(call)
+                self._wait(call, woken, interrupts)
+                if interrupts.happened:
+                    self._give_up(call, woken)
+                results = self._results(call)
         except BaseException:
             self.drop(call)
             raise
+        if interrupts.happened:
+            results = interrupted(call.rows, results, returned=call.shape.has_errors)
+        return results[0] if call.shape.single else results
+
+    def _wait(self, call: Call, woken: queue.SimpleQueue[None], interrupts: Interrupts) -> None:
+        with self._progress(call) as report:
+            while call.num_unfinished and not interrupts.happened:
+                if advanced := self.advance(call, partial(woken.put, None)):
+                    report(advanced)
+                    make_shown(call.shown, call.shape)
+                else:
+                    woken.get()
+
+    def _give_up(self, call: Call, woken: queue.SimpleQueue[None]) -> None:
+        """End what has not finished, and wait a moment for the tokens that it came to."""
+        call.returns_errors = True
+        self._core_cancel([row.name for row in call.rows if row.finish is None])
+        due = time.perf_counter() + _GIVE_UP_SECONDS
+        while call.num_unfinished and (left := due - time.perf_counter()) > 0:
+            if not self.advance(call, partial(woken.put, None)):
+                with contextlib.suppress(queue.Empty):
+                    woken.get(timeout=left)
+        if call.num_unfinished:
+            self.drop(call)
+            call.put([failure(row, INTERRUPTED) for row in call.rows if row.finish is None])
+            self.advance(call, partial(woken.put, None))
+        make_shown(call.shown, call.shape)
 
     async def run_async(self, call: Call) -> dict[str, Any] | ResultList:
         """As `run`; only the calling task waits."""
@@ -130,7 +172,7 @@ class Client:
                     else:
                         await wake.sleep()
             if call.shape.single:
-                return self._results(call)
+                return self._results(call)[0]
             return await asyncio.to_thread(self._results, call)
         except BaseException:
             self.drop(call)
@@ -175,7 +217,7 @@ class Client:
         if row.finish is not None:
             for observer in self._observers:
                 observer.finished(row)
-            if not call.streams and not call.shape.has_errors:
+            if not (call.streams or call.returns_errors):
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
             call.session.finish(row)
@@ -187,15 +229,20 @@ class Client:
             chunk_of(row, piece, call.shape) if call.streams else {},
         )
 
-    def _row(self, request: Request, index: int, *, stream: bool) -> Row:
-        text = None
-        if self._tokenizer is not None and (stream or request.params.stops_on_text):
-            text = self._tokenizer.open_text(request)
-        return Row(request, name=next(self._names), index=index, text=text)
+    def _check_crossing(self, requests: Sequence[Request], faults: Faults) -> None:
+        """Processors that cannot be sent to the core's process are faults of their rows."""
+        name = "custom_logit_processor"
+        crosses = cache(lambda processor: processor is None or processor.check_crosses(name))
+        faults.each(name, requests, lambda _, request: crosses(request.processor), None)
 
-    def _results(self, call: Call) -> dict[str, Any] | ResultList:
-        results = results_of(call.rows, self._texts(call.rows), call.shape)
-        return results[0] if call.shape.single else results
+    def _open_text(self, request: Request, *, stream: bool) -> TextStream | None:
+        """The growing text of a request, where somebody looks at it on the way."""
+        if self._tokenizer is None or not (stream or request.params.stops_on_text):
+            return None
+        return self._tokenizer.open_text(request)
+
+    def _results(self, call: Call) -> ResultList:
+        return results_of(call.rows, self._texts(call.rows), call.shape)
 
     def results(self, calls: Sequence[Call]) -> list[ResultList]:
         """The results of each of some finished calls, as lists; their texts are made together."""
@@ -229,44 +276,42 @@ class Client:
                 observer.received(row)
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
-            obsolete = call.session.start(call.rows)
-            self._core.submit(call.requests)
+            obsolete = call.session.start(call.running)
+            self._core.submit([dataclasses.replace(row.request, id=row.name) for row in call.running])
         except BaseException:
             self.drop(call)
             raise
         self._core_cancel(obsolete)
 
     def submit_all(self, calls: Sequence[Call]) -> None:
-        """Start calls with results that say what went wrong: one whose id is taken ends at once.
+        """Start calls that return errors, and belong to no session.
 
-        Their jobs belong to no session. Raises `EngineDead` and `EngineClosed`, and `WrongState` while memory
-        is released.
+        Raises `EngineDead` and `EngineClosed`, and `WrongState` while memory is released.
         """
-        started = []
         with self._lock:
             self._raise_if_ended()
             self._raise_if_released()
             for call in calls:
-                try:
-                    self._register(call)
-                    started.append(call)
-                except InvalidArgument as error:
-                    call.put([(row, failure(row.name, row_error(error))) for row in call.rows])
+                self._register(call)
         for observer in self._observers:
-            for row in itertools.chain.from_iterable(call.rows for call in started):
+            for row in itertools.chain.from_iterable(call.rows for call in calls):
                 observer.received(row)
-        self._core.submit([request for call in started for request in call.requests])
+        self._core.submit([request for call in calls for request in call.requests])
 
     def _register(self, call: Call) -> None:
-        """With the lock held, note that a call's rows are in flight; all of them, or none."""
-        for row in call.rows:
+        """With the lock held, note which rows are in flight; not those with ids that others have there."""
+        faults = Faults(returned=call.returns_errors)
+        for row in call.running:
             if row.request.id in self._flying_ids:
-                raise InvalidArgument(
-                    f"rid {row.request.id!r} is in flight already; give every request its own rid, or "
-                    "leave rid out"
+                message = (
+                    f"rid {row.request.id!r} is in flight already; give every request its own rid, or leave "
+                    "rid out"
                 )
-        self._flying.update((row.name, (call, row)) for row in call.rows)
-        self._flying_ids.update(row.request.id for row in call.rows)
+                faults.add(row.index, InvalidArgument(message))
+        call.refuse(faults.found)
+        self._flying.update((row.name, (call, row)) for row in call.running)
+        self._flying_ids.update(row.request.id for row in call.running)
+        call.start()
 
     def drop(self, *calls: Call) -> None:
         """Nobody waits for these calls any more: cancel what is left of them."""
@@ -303,9 +348,8 @@ class Client:
         """End the core and free its memory; whoever still waits gets `EngineClosed`. Idempotent."""
         with self._lock:
             self._closed = True
-            calls = self._forget_all()
-        for call in calls:
-            call.fail(EngineClosed("the engine was shut down before the request was finished"))
+            flying = self._forget_all()
+        _fail(flying, lambda: EngineClosed("the engine was shut down before the request was finished"))
         self._core.close()
 
     def _cancel(self, names: Sequence[str]) -> None:
@@ -326,11 +370,11 @@ class Client:
             self._flying_ids.discard(entry[1].request.id)
         return entry
 
-    def _forget_all(self) -> list[Call]:
-        calls = list(dict.fromkeys(call for call, _ in list(self._flying.values())))
+    def _forget_all(self) -> list[tuple[Call, Row]]:
+        flying = list(self._flying.values())
         self._flying.clear()
         self._flying_ids.clear()
-        return calls
+        return flying
 
     def _raise_if_ended(self) -> None:
         if self._closed:
@@ -363,12 +407,23 @@ class Client:
     def _died(self, error: BaseException) -> None:
         with self._lock:
             self._dead = error
-            calls = self._forget_all()
-        for call in calls:
-            call.fail(_engine_dead(error))
+            flying = self._forget_all()
+        _fail(flying, lambda: _engine_dead(error))
 
 
-# ── ids, death ───────────────────────────────────────────────────────────────────────────
+# ── failures, ids ────────────────────────────────────────────────────────────────────────
+
+
+def _fail(flying: Sequence[tuple[Call, Row]], error: Callable[[], TokenmillError]) -> None:
+    """Tell calls that these rows of theirs will not finish; `error` makes one for each."""
+    calls: dict[Call, list[Row]] = {}
+    for call, row in flying:
+        calls.setdefault(call, []).append(row)
+    for call, rows in calls.items():
+        if call.returns_errors and call.has_own_mail:
+            call.put([failure(row, row_error(error())) for row in rows])
+        else:
+            call.fail(error())
 
 
 def _raise_if_failed(row: Row, finish: Finish) -> None:

@@ -27,6 +27,7 @@ from tokenmill.errors import (
     reading,
 )
 from tokenmill.frontend.facts import server_info
+from tokenmill.frontend.failures import returns_errors
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.sampling_params import brief, check_flag, check_text, check_whole, show
 
@@ -71,7 +72,7 @@ class Control:
 
     def flush_cache(self, on_error: Any) -> FlushResult:
         """See `Engine.flush_cache`."""
-        raises = _raises(on_error)
+        raises = not returns_errors(on_error)
         success, message = self._client.call_core("flush_cache")
         if raises and not success:
             raise WrongState(message)
@@ -136,7 +137,7 @@ class Control:
         self, model_path: Any, load_format: Any, on_error: Any
     ) -> tuple[bool, str, int]:
         """See `Engine.update_weights_from_disk`."""
-        raises = _raises(on_error)
+        raises = not returns_errors(on_error)
         _check_load_format(load_format, ("auto", "safetensors"))
         path = _path("model_path", model_path)
         if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
@@ -150,7 +151,7 @@ class Control:
         self, named_tensors: Any, load_format: Any, flush_cache: Any, on_error: Any
     ) -> tuple[bool, str]:
         """See `Engine.update_weights_from_tensor`."""
-        raises = _raises(on_error)
+        raises = not returns_errors(on_error)
         _check_load_format(load_format, ("auto",))
         success, message = self._client.call_core(
             "update_weights_from_tensor",
@@ -193,11 +194,6 @@ class Control:
         if metrics is None:
             raise InvalidArgument("there are no metrics: make the engine with enable_metrics=True")
         return metrics.text(self.state())
-
-
-def _raises(on_error: Any) -> bool:
-    """Whether what did not work is raised, instead of told in the answer."""
-    return _one_of("on_error", on_error, ("return", "raise")) == "raise"
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> str:

@@ -1,18 +1,108 @@
-"""Rows that fail alone: what their errors are as plain data, and the results that stand in their slots."""
+"""Rows that fail alone: how their faults are found, what they are as plain data, what stands in their slots.
+
+Owns the meaning of `on_error`. A fault that is not of one row alone is raised by whoever finds it.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tokenmill.errors import EngineClosed, InvalidArgument, RequestFailed, RowError, TokenmillError, told
-from tokenmill.frontend.outputs import Arrival, Row, Shape, result_of
+from tokenmill.errors import (
+    EngineClosed,
+    Interrupted,
+    InvalidArgument,
+    RequestFailed,
+    RowError,
+    TokenmillError,
+    reading,
+    told,
+)
+from tokenmill.frontend.outputs import ABORTED, Arrival, ResultList, Row, Shape, error_of, result_of
 from tokenmill.messages import Finish, Output, Request
-from tokenmill.sampling_params import SamplingParams
+from tokenmill.sampling_params import SamplingParams, show
 
+# Why a row has no result, or only the beginning of one, when its call was interrupted.
+INTERRUPTED = RowError(type="aborted", message="the call was interrupted", status_code=ABORTED)
 _UNAVAILABLE = 503
+
+logger = logging.getLogger("tokenmill")
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+def returns_errors(on_error: Any) -> bool:
+    """Whether what fails is told in the results ("return") instead of raised ("raise")."""
+    with reading("on_error"):
+        word = str(on_error) if isinstance(on_error, str) else ""
+    if word not in ("return", "raise"):
+        raise InvalidArgument(f"on_error must be one of 'return', 'raise', got {show(on_error)}")
+    return word == "return"
+
+
+class Faults:
+    """What is wrong with single rows of a call, found while they are read. The first fault of a row counts.
+
+    Unless faults are `returned`, the first of any row is raised. Reading goes on with a row at fault, with
+    something in place of what could not be read, so that the rows behind it keep their seeds.
+    """
+
+    def __init__(self, *, returned: bool = False, found: Mapping[int, RowError] | None = None) -> None:
+        self.returned = returned
+        self.found: dict[int, RowError] = dict(found or {})
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Faults:
+        """As the keyword `on_error` of a call asks for; without it they are raised."""
+        on_error = options.get("on_error")
+        return cls(returned=on_error is not None and returns_errors(on_error))
+
+    def add(self, index: int, error: InvalidArgument) -> None:
+        """Note a fault of a row, or raise it."""
+        if not self.returned:
+            raise error
+        self.found.setdefault(index, row_error(error))
+
+    def each(
+        self, name: str, items: Sequence[Item], read: Callable[[int, Item], Value], default: Value
+    ) -> list[Value]:
+        """`read(index, item)` for the item of each row; `default` where it fails. `name` is the argument."""
+        if not self.returned:
+            return [read(index, item) for index, item in enumerate(items)]
+        values = []
+        guard = reading(name)
+        for index, item in enumerate(items):
+            try:
+                with guard:
+                    values.append(read(index, item))
+            except InvalidArgument as error:
+                self.add(index, error)
+                values.append(default)
+        return values
+
+    def together(
+        self, name: str, items: Sequence[Item], read: Callable[[list[Item]], Sequence[Value]], default: Value
+    ) -> list[Value]:
+        """As `each`, for what is read in one go; row by row only where that fails. Skips rows at fault."""
+        sound = [item for index, item in enumerate(items) if index not in self.found]
+        try:
+            with reading(name):
+                values = iter(read(sound) if sound else ())
+        except InvalidArgument:
+            if not self.returned:
+                raise
+            return self.each(
+                name, items, lambda index, item: default if index in self.found else read([item])[0], default
+            )
+        return [default if index in self.found else next(values) for index in range(len(items))]
+
+
+# The first fault of any row is raised: what a call gets that does not ask for anything else.
+RAISED = Faults()
 
 
 def row_error(error: BaseException) -> RowError:
@@ -25,12 +115,25 @@ def row_error(error: BaseException) -> RowError:
     return RowError(type="internal", message=message, status_code=500)
 
 
-def failure(name: str, error: RowError) -> Arrival:
-    """The end of a request that the frontend itself gives up, as if the core had sent it."""
+def failure(row: Row, error: RowError) -> tuple[Row, Arrival]:
+    """The end of a row that the frontend itself gives up, as if the core had sent it."""
     finish = Finish(
         "abort", message=error["message"], status_code=error["status_code"], error_type=error["type"]
     )
-    return Arrival(Output(name, (), finish, cached_tokens=0, num_retractions=0), time.perf_counter())
+    output = Output(row.name, (), finish, row.cached_tokens, row.num_retractions)
+    return row, Arrival(output, time.perf_counter())
+
+
+def interrupted(rows: Sequence[Row], results: ResultList, *, returned: bool) -> ResultList:
+    """What a call gives that was interrupted: all that is there, `returned` or with an `Interrupted`."""
+    for row, result in zip(rows, results, strict=True):
+        result["error"] = None if row.finish is None else error_of(row.finish)
+    num_finished = sum(result["error"] is None for result in results)
+    message = f"interrupted when {num_finished} of {len(results)} rows had finished"
+    if not returned:
+        raise Interrupted(message, results=results)
+    logger.warning("%s; what is there is returned", message)
+    return results
 
 
 def failed_result(error: RowError, *, request_id: str, has_text: bool, weight_version: str) -> dict[str, Any]:
@@ -45,7 +148,8 @@ def failed_result(error: RowError, *, request_id: str, has_text: bool, weight_ve
         report_interval=0,
     )
     row = Row(request, name=request_id, index=0, text=None)
-    row.take(failure(request_id, error))
+    _, arrival = failure(row, error)
+    row.take(arrival)
     shape = Shape(
         single=True, has_text=has_text, cumulative=False, weight_version=weight_version, has_errors=True
     )

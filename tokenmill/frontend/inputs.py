@@ -1,7 +1,8 @@
 """From any accepted shape of `prompt`, `input_ids`, `sampling_params` and `rid` to validated `Request`s.
 
 Owns what single and batch mean, the limits that depend on the model, request ids and seeds. A call is read
-as a whole: either every item is valid, or the first fault is raised and nothing has happened.
+as a whole: either every item is valid, or the first fault is raised and nothing has happened; or else faults
+stay with their rows, and the others are read as if the rest were sound.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import copy
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import InvalidArgument, TooLong, reading
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument, RowError, TooLong, reading
+from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import (
     RequestOptions,
@@ -38,6 +41,7 @@ _STOP_SEARCH_INTERVAL = 4
 _LOGPROB_INTERVAL = 64
 _64_BITS = 2**64 - 1
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
+_NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Tokenizer(Protocol):
@@ -58,6 +62,9 @@ class Job:
     single: bool  # one prompt with one sample: the caller wants a dict, not a list
     session: Continuation = NO_SESSION
     hidden_states_format: HiddenStatesFormat = "list"
+    returns_errors: bool = False  # results tell what fails; otherwise it is raised
+    # What is wrong with requests, by their place among `requests`; these are never run.
+    errors: Mapping[int, RowError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,18 @@ class InputReader:
         self._random = random.Random(None if random_seed is None else random_seed & _64_BITS)
         self._random_lock = threading.Lock()
 
+    @classmethod
+    def of(cls, config: EngineConfig, facts: EngineFacts, tokenizer: Tokenizer | None) -> InputReader:
+        """The reader of an engine with these arguments."""
+        return cls(
+            facts,
+            tokenizer=tokenizer,
+            defaults=config.preferred_sampling_params,
+            random_seed=config.random_seed,
+            stream_interval=config.stream_interval,
+            grammar_backend=config.grammar_backend,
+        )
+
     def apart(self) -> InputReader:
         """A reader that reads the same, and draws seeds of its own."""
         twin = copy.copy(self)
@@ -111,6 +130,7 @@ class InputReader:
         options: Mapping[str, Any] | None = None,
         session: Continuation = NO_SESSION,
         source: str = "input_ids",
+        faults: Faults = RAISED,
     ) -> Job:
         """The requests of one call, in input order.
 
@@ -118,23 +138,27 @@ class InputReader:
         tuples, ranges, arrays or tensors; given beside `prompt`, they are what is run. `sampling_params` are
         for all, or a list with one item for each prompt. `rid` is a string (numbered for a batch) or a list.
         `options` are the other keywords of `generate`, see `options.py`. `session` is what the call
-        continues, `source` the argument that messages are to name instead of `input_ids`.
+        continues, `source` the argument that messages are to name instead of `input_ids`. `faults` has the
+        rows that were found to be at fault before, and takes up more, unless they are raised.
         Raises `InvalidArgument`, `WrongType` or `UnknownArgument`, which name the item and the limit.
         """
         with reading(source if prompt is None else "prompt"):
-            prompts = read_prompts(prompt, input_ids, source)
-        places = [prompts.place(index) for index in range(len(prompts))]
-        asked = read_options(options or {}, places, single=prompts.single, facts=self._facts)
+            prompts = read_prompts(prompt, input_ids, source, faults)
+        name = prompts.name
+        places = [session.place(prompts.place(index)) for index in range(len(prompts))]
+        asked = read_options(options or {}, places, single=prompts.single, facts=self._facts, faults=faults)
         with reading("sampling_params"):
-            settings = self._read_settings(sampling_params, prompts, stream=stream)
+            settings = self._read_settings(sampling_params, prompts, faults, stream=stream)
         n = settings[0].params.n if settings else 1
         with reading("rid"):
-            ids = request_ids(rid, len(prompts), single=prompts.single, n=n)
-        with reading(prompts.name):
-            rows = self._tokenize(prompts) if prompts.name == "prompt" else self._check_ids(prompts)
-        rows, places = session.join(rows, places)
-        limits = [self._resolve_length(row, settings[i], places[i]) for i, row in enumerate(rows)]
-        logprobs = [logprob_options(asked[i], len(row), places[i]) for i, row in enumerate(rows)]
+            ids = request_ids(rid, len(prompts), single=prompts.single, n=n, faults=faults)
+        with reading(name):
+            rows = self._tokenize(prompts, faults) if name == "prompt" else self._check_ids(prompts, faults)
+        rows = faults.each(name, rows, lambda i, row: session.join(row, places[i]), _NO_TOKENS)
+        limits = faults.each(name, rows, lambda i, row: self._resolve_length(row, settings[i], places[i]), 0)
+        logprobs = faults.each(
+            name, rows, lambda i, row: logprob_options(asked[i], len(row), places[i]), None
+        )
         seeds = self._seeds(settings, n)
         requests = []
         for number in range(n * len(rows)):
@@ -148,6 +172,8 @@ class InputReader:
             single=prompts.single and n == 1,
             session=session,
             hidden_states_format=state_format(options or {}),
+            returns_errors=faults.returned,
+            errors={at * n + sample: error for at, error in faults.found.items() for sample in range(n)},
         )
 
     def read_row(
@@ -171,11 +197,16 @@ class InputReader:
 
     # ── sampling parameters ──
 
-    def _read_settings(self, value: Any, prompts: Prompts, *, stream: bool) -> list[Settings]:
+    def _read_settings(self, value: Any, prompts: Prompts, faults: Faults, *, stream: bool) -> list[Settings]:
         """One entry for each prompt; a value used for several prompts is read once."""
         count = len(prompts)
         if not isinstance(value, list | tuple):
-            return [self.settings(value, None, stream=stream)] * count
+            if not prompts.single:
+                return [self.settings(value, None, stream=stream)] * count
+            read = faults.each(
+                "sampling_params", [value], lambda _, item: self.settings(item, None, stream=stream), None
+            )
+            return self._completed([value], read)
         if prompts.single:
             raise InvalidArgument(
                 f"sampling_params is a list of {len(value)}, but {prompts.name} is a single one; "
@@ -187,10 +218,13 @@ class InputReader:
                 "give one dict for all, or one for each"
             )
         known: dict[int, Settings] = {}
-        for index, item in enumerate(value):
+
+        def settings_of(index: int, item: Any) -> Settings:
             if id(item) not in known:
                 known[id(item)] = self.settings(item, index, stream=stream)
-        settings = [known[id(item)] for item in value]
+            return known[id(item)]
+
+        settings = self._completed(value, faults.each("sampling_params", value, settings_of, None))
         for index, each in enumerate(settings):
             if each.params.n != settings[0].params.n:
                 raise InvalidArgument(
@@ -198,6 +232,28 @@ class InputReader:
                     "sampling_params[0]; n must be the same in a batch"
                 )
         return settings
+
+    def _completed(self, given: Sequence[Any], read: list[Settings | None]) -> list[Settings]:
+        """With something in place of parameters that are at fault, so that they take as many seeds."""
+        sound = [each for each in read if each is not None]
+        if len(sound) == len(read):
+            return sound
+        n = sound[0].params.n if sound else self._as_given(given[0], "n")
+        return [each or self._stand_in(item, n) for item, each in zip(given, read, strict=True)]
+
+    def _stand_in(self, value: Any, n: int) -> Settings:
+        params = SamplingParams(n=n, sampling_seed=self._as_given(value, "sampling_seed"))
+        return Settings(params, is_length_explicit=False, stop_ids=(), report_interval=0, grammar=None)
+
+    def _as_given(self, value: Any, name: str) -> Any:
+        """One of the parameters that are at fault together; the default if it is at fault itself."""
+        default = SamplingParams()
+        try:
+            given = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+            own = {} if given is None else {name: given}
+            return getattr(SamplingParams.from_value(own, defaults=self._defaults), name)
+        except Exception:  # an object may fail in any way when it is asked
+            return getattr(default, name)
 
     def settings(self, value: Any, index: int | None = None, *, stream: bool = False) -> Settings:
         """The parameters of one prompt; `index` is its place in a batch, for messages."""
@@ -252,14 +308,16 @@ class InputReader:
 
     # ── tokens ──
 
-    def _tokenize(self, prompts: Prompts) -> list[IntArray]:
+    def _tokenize(self, prompts: Prompts, faults: Faults) -> list[IntArray]:
         if not prompts.texts:
             return []
-        rows = self.encode(prompts.texts)
-        return [
-            self.check_tokens(row, prompts.texts[index], prompts.place(index))
-            for index, row in enumerate(rows)
-        ]
+        rows: list[Sequence[int]] = faults.together("prompt", prompts.texts, self.encode, ())
+        return faults.each(
+            "prompt",
+            rows,
+            lambda index, row: self.check_tokens(row, prompts.texts[index], prompts.place(index)),
+            _NO_TOKENS,
+        )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """What the tokenizer makes of texts. Raises `InvalidArgument` without a tokenizer."""
@@ -283,9 +341,14 @@ class InputReader:
             )
         return row
 
-    def _check_ids(self, prompts: Prompts) -> list[IntArray]:
+    def _check_ids(self, prompts: Prompts, faults: Faults) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
-        return [token_ids(row, prompts.place(i), vocab_size) for i, row in enumerate(prompts.id_rows)]
+        return faults.each(
+            prompts.name,
+            prompts.id_rows,
+            lambda index, row: token_ids(row, prompts.place(index), vocab_size),
+            _NO_TOKENS,
+        )
 
     # ── lengths ──
 

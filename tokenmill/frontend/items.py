@@ -27,7 +27,7 @@ from tokenmill.sampling_params import SamplingParams, show
 
 _PROMPT_KEYS = ("prompt", "input_ids", "messages")
 _CHAT_KEYS = tuple(field.name for field in dataclasses.fields(ChatOptions))
-_OPTION_KEYS = (*GenerateOptions.__annotations__, *MEDIA)
+_OPTION_KEYS = tuple(name for name in (*GenerateOptions.__annotations__, *MEDIA) if name != "on_error")
 _ITEM_KEYS = (*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS)
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
@@ -174,7 +174,9 @@ class ItemReader:
         requests = self._reader.read_row(
             row, draft.settings, draft.asked, place=draft.place, rid=draft.rid, number=number
         )
-        return Job(requests, single=len(requests) == 1, hidden_states_format=draft.states)
+        return Job(
+            requests, single=len(requests) == 1, hidden_states_format=draft.states, returns_errors=True
+        )
 
 
 def _guarded(turns: Turns, read: Callable[..., Read], *arguments: Any) -> Read | RowError:

@@ -34,8 +34,8 @@ _WINDOW_FACTOR = 4
 _SMALLEST_WINDOW = 1024
 _LARGEST_WINDOW = 16_384
 MAX_WINDOW = 2**20
-# Rows whose results are made together: enough to decode their texts in one go, few enough to wait for.
-_RESULTS_AT_ONCE = 64
+# Rows whose results are made together: their texts in one go, and no longer than a turn takes.
+_RESULTS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RowRunner:
         Closing the iterator, or letting go of it, cancels what has not finished. Raises `EngineDead`,
         `EngineClosed`, and `WrongState` while memory is released.
         """
-        return _results_of(self.open_flow(order=order, window=window), iter(entries))
+        return self.open_flow(order=order, window=window).run(iter(entries))
 
     def open_flow(self, *, order: Any, window: Any) -> Flow:
         """An empty flow of rows. Raises `InvalidArgument`."""
@@ -136,12 +136,15 @@ def _rid(item: Any) -> str:
     return rid if isinstance(rid, str) else ""
 
 
-class _Slot:
+class Slot:
     """A row between its reading and its being handed out."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.results: list[dict[str, Any]] | None = None
+
+
+Prepared = tuple[Slot, Call | dict[str, Any]]  # a row, and its call, or its result if it cannot run
 
 
 class Flow:
@@ -153,18 +156,20 @@ class Flow:
     def __init__(
         self, client: Client, *, keeps_order: bool, window: int, has_text: bool, owner: object
     ) -> None:
+        """`chunk` is how many rows come at a time at most; it grows where more come."""
         self.window = window
         self.num_held = 0  # rows that were added and not handed out
         self._client = client
         self._keeps_order = keeps_order
-        self.chunk = 0  # rows that the next sequence may have, as far as is known
+        self.chunk = 0
         self._has_text = has_text
         self._owner = owner
         self._closed = False
         self._mail = Mailbox()
-        self._running: dict[Call, _Slot] = {}
-        self._finished: deque[tuple[Call, _Slot]] = deque()  # whose results are not made yet
-        self._slots: deque[_Slot] = deque()  # in the order in which they are handed out
+        self._turns = Turns()
+        self._running: dict[Call, Slot] = {}
+        self._finished: deque[tuple[Call, Slot]] = deque()  # whose results are not made yet
+        self._slots: deque[Slot] = deque()  # in the order in which they are handed out
 
     @property
     def has_room(self) -> bool:
@@ -176,17 +181,47 @@ class Flow:
         """Whether `pop` has something to do."""
         return bool(self._finished) or self._is_head_ready
 
-    def prepare(self, entries: Sequence[Entry]) -> list[_Prepared]:
+    def run(self, entries: Iterator[Sequence[Entry]]) -> Iterator[Finished]:
+        """Hand rows out as they get ready, waiting for them, and add more whenever there is room."""
+        woken = threading.Event()
+        failure: Exception | None = None
+        is_open = True
+        rest = 0.0  # no reading until then while results are ready: a slow source must not hold them up
+        with contextlib.closing(self):
+            while is_open or self.num_held:
+                began = time.perf_counter()
+                if is_open and self.has_room and (began >= rest or not self.has_ready):
+                    try:
+                        is_open = self._add_next(entries)
+                    except Exception as error:  # of the source; what came before it goes first
+                        is_open, failure = False, error
+                    rest = 2 * time.perf_counter() - began
+                if (finished := self.pop()) is not None:
+                    yield finished
+                elif self.num_held and not self.take(woken.set) and not (is_open and self.has_room):
+                    woken.wait()
+                    woken.clear()
+        if failure is not None:
+            raise failure
+
+    def _add_next(self, entries: Iterator[Sequence[Entry]]) -> bool:
+        """Start the next rows; False if there are no more."""
+        some = next(entries, None)
+        if some is not None:
+            self.start(self.prepare(some))
+        return some is not None
+
+    def prepare(self, entries: Sequence[Entry]) -> list[Prepared]:
         """Rows that are ready to be started; may run in any thread."""
         turns = Turns()
         prepared = []
         for entry in entries:
-            prepared.append((_Slot(entry), self._call(entry)))
+            prepared.append((Slot(entry), self._call(entry)))
             turns.give_way()
         return prepared
 
-    def start(self, prepared: Sequence[_Prepared]) -> None:
-        """Start rows. Raises `EngineDead`, `EngineClosed`, or `WrongState`. After `close` it does nothing."""
+    def start(self, prepared: Sequence[Prepared]) -> None:
+        """Start rows; does nothing after `close`. Closes if the engine has ended, and raises that."""
         if self._closed:
             return
         self.chunk = max(self.chunk, len(prepared))
@@ -200,14 +235,18 @@ class Flow:
                 calls.append(call)
             else:
                 self._finish(slot, [call])
-        self._client.submit_all(calls)
+        try:
+            self._client.submit_all(calls)
+        except BaseException:
+            self.close()
+            raise
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""
         error = entry.error
         if entry.job is not None:
             try:
-                return self._client.prepare(entry.job, stream=False, has_errors=True, mail=self._mail)
+                return self._client.prepare(entry.job, stream=False, mail=self._mail)
             except Exception as fault:  # what a row brings along may be anything; it fails alone
                 error = row_error(fault)
         assert error is not None
@@ -230,6 +269,7 @@ class Flow:
                 make_shown(call.shown, call.shape)
             if not call.num_unfinished and call in self._running:
                 self._finished.append((call, self._running.pop(call)))
+            self._turns.give_way()
         return bool(arrived)
 
     def pop(self) -> Finished | None:
@@ -252,8 +292,9 @@ class Flow:
         made = self._client.results([call for call, _ in some])
         for (_, slot), results in zip(some, made, strict=True):
             self._finish(slot, list(results))
+        self._turns.give_way()
 
-    def _finish(self, slot: _Slot, results: list[dict[str, Any]]) -> None:
+    def _finish(self, slot: Slot, results: list[dict[str, Any]]) -> None:
         slot.results = results
         if not self._keeps_order:
             self._slots.append(slot)
@@ -267,38 +308,3 @@ class Flow:
         self.num_held = 0
         if running:
             self._client.drop(*running)
-
-
-_Prepared = tuple[_Slot, Call | dict[str, Any]]
-
-
-def _results_of(flow: Flow, entries: Iterator[Sequence[Entry]]) -> Iterator[Finished]:
-    """Hand out rows, and read more whenever there is room for them."""
-    woken = threading.Event()
-    failure: Exception | None = None
-    is_open = True
-    rest = 0.0  # no reading until then, while results are ready: a slow source must not hold them up
-    with contextlib.closing(flow):
-        while is_open or flow.num_held:
-            began = time.perf_counter()
-            if is_open and flow.has_room and (began >= rest or not flow.has_ready):
-                try:
-                    is_open = _read_more(flow, entries)
-                except Exception as error:  # of the source; what came before it goes first
-                    is_open, failure = False, error
-                rest = 2 * time.perf_counter() - began
-            if (finished := flow.pop()) is not None:
-                yield finished
-            elif not flow.take(woken.set) and not (is_open and flow.has_room):
-                woken.wait()
-                woken.clear()
-    if failure is not None:
-        raise failure
-
-
-def _read_more(flow: Flow, entries: Iterator[Sequence[Entry]]) -> bool:
-    """Start the next rows; False if there are none."""
-    some = next(entries, None)
-    if some is not None:
-        flow.start(flow.prepare(some))
-    return some is not None

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypedDict, cast, get_args
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
+from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.logit_processors import LogitProcessor, resolve_processor
 from tokenmill.messages import EngineFacts, Grammar, GrammarKind, LogprobOptions
@@ -61,6 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     session_id: Any
     cache_salt: Any
     timeout: Any
+    on_error: Any
 
 
 # Hints that never change a result; without the feature there is nothing to do.
@@ -107,7 +110,12 @@ class RequestOptions:
 
 
 def read_options(
-    given: Mapping[str, Any], places: Sequence[str], *, single: bool, facts: EngineFacts
+    given: Mapping[str, Any],
+    places: Sequence[str],
+    *,
+    single: bool,
+    facts: EngineFacts,
+    faults: Faults = RAISED,
 ) -> list[RequestOptions]:
     """One entry for each prompt; `places` name them in messages.
 
@@ -115,14 +123,12 @@ def read_options(
     values that cannot be served.
     """
     _check_names(given)
-    options = _Options(given, places, single=single)
+    options = _Options(given, places, single=single, faults=faults)
     flags = options.each("return_logprob", check_flag, False)
     starts = options.each("logprob_start_len", _start, -1)
     tops = options.each("top_logprobs_num", _num_top, 0)
     with reading("token_ids_logprob"):
-        ids = _token_ids(
-            given.get("token_ids_logprob"), len(places), single=single, vocab_size=facts.vocab_size
-        )
+        ids = options.token_ids("token_ids_logprob", vocab_size=facts.vocab_size)
     texts = options.each("return_text_in_logprobs", check_flag, False)
     hidden = options.each("return_hidden_states", _hidden_states, None)
     priorities = options.each("priority", _priority, None)
@@ -210,10 +216,13 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
 class _Options:
     """The keywords of one call, item by item."""
 
-    def __init__(self, given: Mapping[str, Any], places: Sequence[str], *, single: bool) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], places: Sequence[str], *, single: bool, faults: Faults
+    ) -> None:
         self._given = given
         self._count = len(places)
         self._single = single
+        self._faults = faults
 
     def each(self, name: str, check: Any, default: Any) -> list[Any]:
         """The checked value of each prompt: one for all, or a list with one for each; None is the default."""
@@ -222,8 +231,10 @@ class _Options:
 
     def _each(self, name: str, check: Any, default: Any) -> list[Any]:
         value = self._given.get(name)
+        if value is None:
+            return [default] * self._count
         if not isinstance(value, list | tuple):
-            return [default if value is None else check(name, value)] * self._count
+            return self._for_all(name, value, check, default)
         if self._single:
             raise InvalidArgument(
                 f"{name} is a list of {len(value)}, but there is one prompt; give one value"
@@ -233,9 +244,33 @@ class _Options:
                 f"{name} has length {len(value)}, but there are {self._count} prompts; give one value for "
                 "all, or one for each"
             )
-        return [
-            default if item is None else check(f"{name}[{index}]", item) for index, item in enumerate(value)
-        ]
+        return self._faults.each(
+            name,
+            value,
+            lambda index, item: default if item is None else check(f"{name}[{index}]", item),
+            default,
+        )
+
+    def _for_all(self, name: str, value: Any, check: Any, default: Any) -> list[Any]:
+        # What is given for several prompts is the fault of none of them.
+        if self._single:
+            return self._faults.each(name, [value], lambda _, item: check(name, item), default)
+        return [check(name, value)] * self._count
+
+    def token_ids(self, name: str, *, vocab_size: int) -> list[tuple[int, ...]]:
+        ids = partial(_token_ids, vocab_size=vocab_size)
+        value = self._given.get(name)
+        if self._single:
+            return self._faults.each(name, [value], lambda _, item: ids(name, item), ())
+        items = _listed(name, value)
+        if all(isinstance(plain(item), int) for item in items):
+            return [ids(name, items)] * self._count
+        if len(items) != self._count:
+            raise InvalidArgument(
+                f"{name} is a list of {len(items)} items, but there are {self._count} prompts; give a list "
+                "for each"
+            )
+        return self._faults.each(name, items, lambda index, item: ids(f"{name}[{index}]", item), ())
 
 
 def _start(name: str, value: Any) -> int:
@@ -264,19 +299,11 @@ def _timeout(name: str, value: Any) -> float | None:
     return check_real(name, value, minimum=0, above=True, remedy="; seconds, or None for no limit")
 
 
-def _token_ids(value: Any, count: int, *, single: bool, vocab_size: int) -> list[tuple[int, ...]]:
-    """`token_ids_logprob`: a flat list of ids for all prompts, or a list with such a list for each."""
-    items = _listed("token_ids_logprob", value)
-    is_nested = any(not isinstance(plain(item), int) for item in items)
-    if not is_nested:
-        return [_checked_ids("token_ids_logprob", items, vocab_size)] * count
-    if single or len(items) != count:
-        wanted = "one prompt; give one list of ids" if single else f"{count} prompts; give a list for each"
-        raise InvalidArgument(f"token_ids_logprob is a list of {len(items)} items, but there are {wanted}")
-    return [
-        _checked_ids(f"token_ids_logprob[{i}]", _listed(f"token_ids_logprob[{i}]", item), vocab_size)
-        for i, item in enumerate(items)
-    ]
+def _token_ids(name: str, value: Any, *, vocab_size: int) -> tuple[int, ...]:
+    return tuple(
+        check_whole(f"{name}[{index}]", item, minimum=0, maximum=vocab_size - 1)
+        for index, item in enumerate(_listed(name, value))
+    )
 
 
 def _listed(name: str, value: Any) -> list[Any]:
@@ -286,10 +313,3 @@ def _listed(name: str, value: Any) -> list[Any]:
     if not isinstance(items, list | tuple):
         raise WrongType(f"{name} must be a list of token ids, got {show(value)}")
     return list(items)
-
-
-def _checked_ids(name: str, items: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
-    return tuple(
-        check_whole(f"{name}[{index}]", item, minimum=0, maximum=vocab_size - 1)
-        for index, item in enumerate(items)
-    )

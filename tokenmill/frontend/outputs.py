@@ -18,7 +18,7 @@ from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Show
 from tokenmill.frontend.turns import Turns
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
-_ABORTED = 499  # as web servers note that a client has gone
+ABORTED = 499  # as web servers note that a client has gone
 
 
 class ResultList(list[dict[str, Any]]):
@@ -177,8 +177,8 @@ def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> Resul
     finally:
         if is_collecting:
             gc.enable()
-    if rows:
-        _share_prompt_logprobs(results, num_samples=rows[0].request.params.n)
+    if rows and (num_samples := rows[0].request.params.n) > 1:
+        _share_prompt_logprobs(results, num_samples=num_samples)
     return results
 
 
@@ -281,5 +281,5 @@ def error_of(finish: Finish) -> RowError | None:
     return RowError(
         type=finish.error_type or "aborted",
         message=finish.message or "the request was aborted",
-        status_code=finish.status_code or _ABORTED,
+        status_code=finish.status_code or ABORTED,
     )

@@ -93,13 +93,14 @@ class Planner:
 
     def plan(
         self,
-        prompt: Any,
-        sampling_params: Any,
-        input_ids: Any,
-        options: Mapping[str, Any],
-        mean_output_tokens: Any,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        mean_output_tokens: Any = None,
+        **options: Any,
     ) -> Plan:
-        """See `Engine.plan`."""
+        """See `Engine.plan`. Of more than 8,192 rows a sample is looked at."""
         with reading("input_ids" if prompt is None else "prompt"):
             prompts = read_prompts(prompt, input_ids, "input_ids")
         chosen = sample_of(len(prompts)) if not prompts.single else None

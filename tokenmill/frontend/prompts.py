@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.messages import IntArray
 from tokenmill.sampling_params import check_count, plain, show, unpacked
 
@@ -34,7 +35,7 @@ class Prompts:
         return self.name if self.single else f"{self.name}[{index}]"
 
 
-def read_prompts(prompt: Any, input_ids: Any, source: str) -> Prompts:
+def read_prompts(prompt: Any, input_ids: Any, source: str, faults: Faults = RAISED) -> Prompts:
     """Whether the call is single or a batch, and its items; `prompt` decides, `input_ids` are what is run."""
     if prompt is None and input_ids is None:
         raise InvalidArgument("there is nothing to generate from; give prompt or input_ids")
@@ -42,9 +43,10 @@ def read_prompts(prompt: Any, input_ids: Any, source: str) -> Prompts:
         rows, single = _read_id_rows(input_ids)
         return Prompts(source, (), rows, single)
     single = isinstance(prompt, str)
-    texts = [str(prompt)] if isinstance(prompt, str) else _read_texts(prompt)
-    for index, text in enumerate(texts):
-        check_encodable(text, "prompt" if single else f"prompt[{index}]")
+    items = [prompt] if single else _listed(prompt)
+    texts = faults.each(
+        "prompt", items, lambda index, item: _text(item, "prompt" if single else f"prompt[{index}]"), ""
+    )
     if input_ids is None:
         return Prompts("prompt", texts, (), single)
     rows, is_flat = _read_id_rows(input_ids)
@@ -55,15 +57,20 @@ def read_prompts(prompt: Any, input_ids: Any, source: str) -> Prompts:
     return Prompts("input_ids", (), rows, single)
 
 
-def _read_texts(prompt: Any) -> list[str]:
+def _listed(prompt: Any) -> Sequence[Any]:
     items = unpacked("prompt", prompt)
     if not isinstance(items, list | tuple):
         raise WrongType(f"prompt must be a string or a list of strings, got {show(prompt)}")
-    for index, item in enumerate(items):
-        if not isinstance(item, str):
-            hint = "; token ids go into input_ids" if isinstance(item, int | list | tuple) else ""
-            raise WrongType(f"prompt[{index}] must be a string, got {show(item)}{hint}")
-    return [str(item) for item in items]
+    return items
+
+
+def _text(item: Any, place: str) -> str:
+    if not isinstance(item, str):
+        hint = "; token ids go into input_ids" if isinstance(item, int | list | tuple) else ""
+        raise WrongType(f"{place} must be a string, got {show(item)}{hint}")
+    text = str(item)
+    check_encodable(text, place)
+    return text
 
 
 def check_encodable(text: str, place: str) -> None:
@@ -84,6 +91,14 @@ def _is_row(value: Any) -> bool:
     )
 
 
+def _holds_rows(items: Sequence[Any]) -> bool:
+    """Whether these are rows of ids, at least one of them; what else is among them is at fault."""
+    if isinstance(items, range) or not items:
+        return False
+    # Ids are of one type as a rule, which is found out in C.
+    return _is_row(items[0]) if len(set(map(type, items))) == 1 else any(map(_is_row, items))
+
+
 def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
     """The rows of `input_ids`, and whether it is one flat row."""
     if isinstance(value, np.ndarray) and value.dtype != object:
@@ -100,7 +115,7 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
             raise WrongType(
                 f"input_ids must be a list of token ids or a list of such lists, got {show(value)}"
             )
-        is_flat = bool(items) and not _is_row(items[0])
+        is_flat = not _holds_rows(items)
         rows = [items] if is_flat else items
     if not len(rows):
         raise InvalidArgument("input_ids is empty; give at least one token id")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import Any
 
 from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.sampling_params import show
 
 
-def request_ids(rid: Any, count: int, *, single: bool, n: int) -> list[str]:
+def request_ids(rid: Any, count: int, *, single: bool, n: int, faults: Faults = RAISED) -> list[str]:
     """The ids of `count * n` requests: given ones (numbered where several share one), or random ones."""
     if rid is None:
         return _random_ids(count * n)
@@ -19,26 +19,34 @@ def request_ids(rid: Any, count: int, *, single: bool, n: int) -> list[str]:
             raise InvalidArgument("rid is empty; leave it out for a random id")
         bases = [rid] if single else [f"{rid}_{index}" for index in range(count)]
     else:
-        bases = _listed_ids(rid, count, single=single)
+        bases = _listed_ids(rid, count, single=single, faults=faults)
     ids = bases if n == 1 else [f"{base}_{sample}" for base in bases for sample in range(n)]
     if len(set(ids)) < len(ids):
-        twice, _ = Counter(ids).most_common(1)[0]
-        raise InvalidArgument(f"rid {show(twice)} is there twice; every request needs its own id")
+        seen: set[str] = set()
+        for place, each in enumerate(ids):
+            if each in seen:
+                message = f"rid {show(each)} is there twice; every request needs its own id"
+                faults.add(place // n, InvalidArgument(message))
+            seen.add(each)
     return ids
 
 
-def _listed_ids(rid: Any, count: int, *, single: bool) -> list[str]:
+def _listed_ids(rid: Any, count: int, *, single: bool, faults: Faults) -> list[str]:
     if not isinstance(rid, list | tuple):
         raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
     if single or len(rid) != count:
         wanted = "a single one; give one string" if single else f"{count}; give one for each prompt"
         raise InvalidArgument(f"rid is a list of {len(rid)}, but the prompts are {wanted}")
-    for index, each in enumerate(rid):
-        if each is not None and not isinstance(each, str):
-            raise WrongType(f"rid[{index}] must be a string, got {show(each)}")
-        if each == "":
-            raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
-    return [given or drawn for given, drawn in zip(rid, _random_ids(count), strict=True)]
+    given = faults.each("rid", rid, _checked, None)
+    return [each or drawn for each, drawn in zip(given, _random_ids(count), strict=True)]
+
+
+def _checked(index: int, rid: Any) -> str | None:
+    if rid is not None and not isinstance(rid, str):
+        raise WrongType(f"rid[{index}] must be a string, got {show(rid)}")
+    if rid == "":
+        raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
+    return rid
 
 
 def _random_ids(count: int) -> list[str]:

@@ -44,9 +44,13 @@ class Continuation:
     The methods are called in the order in which they stand here; `drop` at any time, by any thread.
     """
 
-    def join(self, rows: list[IntArray], places: list[str]) -> tuple[list[IntArray], list[str]]:
-        """Whole prompts from the tokenized ones, and how messages name them."""
-        return rows, places
+    def place(self, place: str) -> str:
+        """How messages name the whole prompt that is made of the tokenized one at `place`."""
+        return place
+
+    def join(self, row: IntArray, place: str) -> IntArray:
+        """The whole prompt. Raises `InvalidArgument`, which names the place, for one that adds nothing."""
+        return row
 
     def start(self, rows: Sequence[Row]) -> Sequence[str]:
         """Note that these requests run; gives the names of requests that are obsolete now."""
@@ -277,16 +281,16 @@ class Sessions:
             self._touch(session)
         return [turn.name for turn in replaced if turn.call is not None]
 
-    def end(self, call: _SessionCall, rid: str, output_ids: IntArray | None) -> None:
+    def end(self, call: _SessionCall, row: Row, output_ids: IntArray | None) -> None:
         """A turn of a call has finished, or, without output, was aborted and is forgotten."""
         num_characters = 0 if output_ids is None else self.count_characters(output_ids)
         session = call.session
         with self._lock:
-            turn = session.turns.get(rid)
-            if turn is None or turn.call is not call:
-                return  # replaced meanwhile
+            turn = session.turns.get(row.request.id)
+            if turn is None or turn.call is not call or turn.name != row.name:
+                return  # replaced meanwhile, or a row that never ran
             if output_ids is None:
-                del session.turns[rid]
+                del session.turns[row.request.id]
             else:
                 turn.output_ids = output_ids
                 turn.num_characters += num_characters
@@ -345,32 +349,33 @@ class _SessionCall(Continuation):
         self.is_dropped = False
         self._sessions = sessions
         self._inherited = _inherited(session, parent, wish)
-        self._num_characters: list[int] = []
 
-    def join(self, rows: list[IntArray], places: list[str]) -> tuple[list[IntArray], list[str]]:
-        if self._inherited.size:
-            rows = [self._sessions.without_bos(row) for row in rows]
-            places = [f"{place} with its context in session {self.session.id!r}" for place in places]
-        for row, place in zip(rows, places, strict=True):
-            if not row.size:
-                raise InvalidArgument(f"{place} adds no token; give at least one character")
-        self._num_characters = [self._sessions.count_characters(row) for row in rows]
-        return [np.concatenate((self._inherited, row)) for row in rows], places
+    def place(self, place: str) -> str:
+        return f"{place} with its context in session {self.session.id!r}" if self._inherited.size else place
+
+    def join(self, row: IntArray, place: str) -> IntArray:
+        if self._inherited.size and row.size:
+            row = self._sessions.without_bos(row)
+        if not row.size:
+            raise InvalidArgument(f"{place} adds no token; give at least one character")
+        return np.concatenate((self._inherited, row))
 
     def start(self, rows: Sequence[Row]) -> Sequence[str]:
         return self._sessions.begin(self, {row.request.id: turn for row, turn in self._turns(rows)})
 
     def _turns(self, rows: Sequence[Row]) -> Iterator[tuple[Row, _Turn]]:
-        for index, row in enumerate(rows):
-            # Several rows may be samples of one prompt.
-            num_characters = self._num_characters[index * len(self._num_characters) // len(rows)]
-            own = row.request.prompt_ids[len(self._inherited) :].copy()
+        prompt_ids, own, num_characters = None, np.empty(0, np.int32), 0
+        for row in rows:
+            if row.request.prompt_ids is not prompt_ids:  # else it is another sample of the same prompt
+                prompt_ids = row.request.prompt_ids
+                own = prompt_ids[len(self._inherited) :].copy()
+                num_characters = self._sessions.count_characters(own)
             yield row, _Turn(self.parent, len(self._inherited), own, num_characters, row.name, self)
 
     def finish(self, row: Row) -> None:
         is_answer = row.finish is not None and row.finish.kind != "abort"
         output_ids = np.asarray(row.token_ids, dtype=np.int32) if is_answer else None
-        self._sessions.end(self, row.request.id, output_ids)
+        self._sessions.end(self, row, output_ids)
 
     def drop(self) -> None:
         # No lock: the garbage collector may call this at any time, also while a thread holds the lock.
