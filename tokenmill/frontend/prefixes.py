@@ -6,6 +6,8 @@ prompt is always computed; what was not used for longest goes first. Tokens to c
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,12 +31,37 @@ def cached_tokens(requests: Sequence[Request], *, page_size: int, pool_tokens: i
     before = _last_row_with(prefixes, rows)
     lengths = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
     usable = (lengths - 1) // page_size
-    unlimited = _leading(before >= 0, num_pages, usable) * page_size
-    # A prefix is still there if less than the pool has been computed since it was last in use.
+    found = _leading(before >= 0, num_pages, usable)
     outputs = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
-    computed = np.cumsum(lengths - unlimited + outputs)
-    is_there = (before >= 0) & (computed[rows] - computed[before] <= pool_tokens)
-    return _leading(is_there, num_pages, usable) * page_size
+    capacity = pool_tokens // page_size
+    if int(np.sum(num_pages - found + 1 + outputs // page_size)) > capacity:
+        found = _with_evictions(prefixes, num_pages, usable, outputs // page_size, capacity - 1)
+    return found * page_size
+
+
+def _with_evictions(
+    prefixes: _Hashes, num_pages: LongArray, usable: LongArray, own: LongArray, capacity: int
+) -> LongArray:
+    """[requests] Pages found at each start, if the pool holds so many and the longest unused make way.
+
+    `own` are the pages that each request fills with its output.
+    """
+    pool: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+    found = []
+    ends = np.cumsum(num_pages)
+    columns = zip((ends - num_pages).tolist(), ends.tolist(), usable.tolist(), own.tolist(), strict=True)
+    fresh = itertools.count(-1, -1)  # names of pages that nobody looks for
+    for start, end, most, num_own in columns:
+        pages = prefixes[start:end].tolist()
+        there = next((place for place, page in enumerate(pages) if page not in pool), len(pages))
+        found.append(max(0, min(there, most)))
+        # The end of a prefix makes way before its beginning, so the beginning counts as used later.
+        for page in [*itertools.islice(fresh, num_own), *reversed(pages)]:
+            pool[page] = None
+            pool.move_to_end(page)
+        while len(pool) > capacity:
+            pool.popitem(last=False)
+    return np.array(found, dtype=np.int64)
 
 
 def _prefix_hashes(requests: Sequence[Request], num_pages: LongArray, page_size: int) -> _Hashes:
