@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -81,10 +82,8 @@ def rows(count: int) -> list[dict[str, Any]]:
     """Plain rows, some drawn, some of several samples, some like others, some that cannot be run."""
     made = []
     for number in range(count):
-        row: dict[str, Any] = {
-            "number": number,
-            "prompt": f"The capital of country {number % (count - 20)} is",
-        }
+        prompt = f"The capital of country {number % (count - 20)} is"
+        row: dict[str, Any] = {"number": number, "prompt": prompt}
         if number % 3 == 0:
             row["sampling_params"] = {"temperature": 0}
         elif number % 7 == 0:
@@ -131,7 +130,8 @@ def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path
         pid = jobs.start(output=output, **job)
         if num_kills < NUM_KILLS:
             wait_for_the_moment(chance, journal)
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it was done before
+                os.kill(pid, signal.SIGKILL)
         if jobs.wait() == -signal.SIGKILL:
             num_kills += 1
             num_useful += len(keys_in(journal)) > len(known)
