@@ -39,6 +39,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help=".jsonl, .csv, .tsv or .parquet (default: INPUT with .out)"
     )
+    parser.add_argument("--plan", action="store_true", help="tell what the job will take, and run nothing")
     add_flags(parser.add_argument_group("job"), JobConfig, "job", without=_NO_FLAG)
     add_sampling_flags(parser)
     add_engine_flags(parser)
@@ -56,6 +57,9 @@ def run_command(options: argparse.Namespace) -> int:
         **given(options, "job"),
         **given(options, "engine"),
     )
+    if options.plan:
+        print(job.plan())
+        return EXIT_OK
     code = EXIT_OK
     with _signals():
         try:

@@ -229,12 +229,13 @@ class Figures:
             kind["examples"].append(short)
 
     def watched(self, *, idle_seconds: float, busy_seconds: float) -> None:
-        """What the engine has measured of its device since it started: both only ever grow."""
+        """What the core has measured of its device since it started; one that is replaced begins anew."""
         with self._lock:
-            if self._watched is not None:
+            idle_before, busy_before = self._watched or (idle_seconds, busy_seconds)
+            if idle_seconds >= idle_before and busy_seconds >= busy_before:
                 bucket = self._timeline.at(self._clock() - self._began)
-                bucket[5] += idle_seconds - self._watched[0]
-                bucket[6] += busy_seconds - self._watched[1]
+                bucket[5] += idle_seconds - idle_before
+                bucket[6] += busy_seconds - busy_before
             self._watched = (idle_seconds, busy_seconds)
 
     # ── what is known ─────────────────────────────────────────────────────────────────────────

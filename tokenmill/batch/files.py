@@ -52,6 +52,11 @@ class JobFiles:
         return TABLES.get(self.output.suffix.lower())
 
     @property
+    def plan(self) -> Path:
+        """Where a plan waits for the run that it is about."""
+        return self.journal.with_name(f"{self.journal.name}.plan")
+
+    @property
     def written(self) -> list[Path]:
         """Where rows go."""
         return [self.output] if self.error_file is None else [self.output, self.error_file]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.batch.commits import Commits
 from tokenmill.batch.config import JobConfig
+from tokenmill.batch.engine_facts import engine_facts, look_at_device
 from tokenmill.batch.figures import Figures
 from tokenmill.batch.files import JobFiles
 from tokenmill.batch.journal import Journal
@@ -23,15 +25,18 @@ from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
 from tokenmill.batch.openai_parts import PromptRows
 from tokenmill.batch.outputs import OutputFormat, RowOutput
+from tokenmill.batch.planning import plan_job, predicted_and_actual, save_plan, saved_plan
 from tokenmill.batch.progress import Progress
 from tokenmill.batch.report import write_report
+from tokenmill.batch.row_count import RowCount
 from tokenmill.batch.rows import ColumnRows, RowForm, RowMaker
 from tokenmill.batch.sources import open_source
 from tokenmill.batch.table_output import TableOutput
 from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
-from tokenmill.sampling_params import SamplingParams, check_whole
+from tokenmill.frontend.planning import Plan
+from tokenmill.sampling_params import SamplingParams, check_whole, show
 
 if TYPE_CHECKING:
     from tokenmill.engine import Engine
@@ -91,6 +96,8 @@ class BatchJob:
         self._check_form(form)
         self.files = JobFiles.of(Path(source), output, config, has_error_file=self._is_openai)
         self.resumed = False
+        self._facts: dict[str, Any] = {}
+        self._saved_plan: dict[str, Any] | None = None
         self.figures = Figures()
 
     def run(self) -> None:
@@ -101,16 +108,53 @@ class BatchJob:
             stack.callback(journal.close)
             self.resumed = not is_first
             engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
-            self.figures.started(num_rows=self._source.num_rows)
-            stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress))
+            self._facts = engine_facts(engine)
+            self._saved_plan = saved_plan(self._source, self.files.plan)
+            self.figures.started(num_rows=self._source.num_rows, plan=self._saved_plan)
+            stack.enter_context(RowCount(self._source, self.figures))
+            look = partial(look_at_device, engine, self.figures)
+            stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
             self._answer(engine, journal)
         if self.files.report is not None:
             write_report(self.summary(), self.files.report)
 
+    def plan(self) -> Plan:
+        """What the job would take, if nothing of it was done before.
+
+        Runs nothing of it, but keeps the plan in a file, so that the summary of the run says how it compares.
+        """
+        with contextlib.ExitStack() as stack:
+            engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+            made = plan_job(
+                self._source,
+                self._row_maker(engine),
+                engine,
+                sampling_params=self._row_params,
+                options=self._options(),
+                keys=self._keys(engine),
+            )
+        save_plan(made, self._source, self.files.plan)
+        return made
+
     def summary(self) -> dict[str, Any]:
         """What was done until now, as plain JSON."""
-        files = self.files.to_dict()
-        return {"job": {**files, "resumed": self.resumed}, **self.figures.summary()}
+        told = self.figures.summary()
+        plan = self._saved_plan
+        return {
+            "job": {
+                **self.files.to_dict(),
+                "resumed": self.resumed,
+                "engine": self._facts,
+                "sampling_params": {name: show(each) for name, each in self._config.sampling_params.items()},
+            },
+            **told,
+            **({} if plan is None else {"plan": predicted_and_actual(plan, told)}),
+        }
+
+    @property
+    def _row_params(self) -> Mapping[str, Any]:
+        """Sampling parameters that the engine is given for all rows."""
+        return {} if self._is_openai else self._config.sampling_params
 
     def _answer(self, engine: Engine, journal: Journal) -> None:
         """Fill the outputs: rows as they finish, and at the end in their order."""
@@ -134,7 +178,7 @@ class BatchJob:
                     output=output,
                     errors=errors,
                     commits=commits,
-                    params={} if self._is_openai else self._config.sampling_params,
+                    params=self._row_params,
                     options=self._options(),
                 )
                 work.run()
@@ -198,7 +242,9 @@ def _name_of(engine: Engine) -> str:
 def _new_engine(arguments: dict[str, Any]) -> Iterator[Engine]:
     from tokenmill.engine import Engine  # not needed for faults that are seen before
 
-    with Engine(**arguments) as engine:
+    # Prompts with the same beginning go together. Where priorities count, they decide.
+    order = {} if arguments.get("enable_priority_scheduling") else {"schedule_policy": "lpm"}
+    with Engine(**{**order, **arguments}) as engine:
         yield engine
 
 

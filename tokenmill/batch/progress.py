@@ -21,6 +21,7 @@ _log = logging.getLogger("tokenmill")
 
 _QUIET_SECONDS = 2.0  # a job that ends sooner shows nothing
 _LINE_SECONDS = 0.5  # between two looks
+_PATIENCE_SECONDS = 5.0
 _RATE_SECONDS = 15.0  # over which the rates shown are measured
 _FIRST_LOG_SECONDS = 10.0
 _USUAL_WIDTH = 80
@@ -63,7 +64,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        # A paused terminal, or an engine that does not answer, must not hold up the end of the job.
+        self._thread.join(_PATIENCE_SECONDS)
 
     def _run(self) -> None:
         # A terminal that is gone is no reason to end a job.
