@@ -164,15 +164,13 @@ class BatchJob:
             output = _opened(stack, self.files.output if table is None else table.lines_path)
             errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
             outputs = [output] if errors is None else [output, errors]
-            runner = engine.open_rows()
-            model = fingerprint(engine.config, dtype=runner.facts.dtype)
             with Commits(journal, outputs) as commits:
                 work = Work(
                     self._source,
                     maker,
                     form,
-                    runner=runner,
-                    keys=Keys(model, seed=self._config.seed),
+                    runner=engine.open_rows(),
+                    keys=self._keys(engine),
                     ledger=Ledger(journal),
                     figures=self.figures,
                     output=output,
@@ -206,6 +204,10 @@ class BatchJob:
         if self.files.table_format is None:
             return rows
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
+
+    def _keys(self, engine: Engine) -> Keys:
+        model = fingerprint(engine.config, dtype=engine.open_rows().facts.dtype)
+        return Keys(model, seed=self._config.seed)
 
     def _options(self) -> dict[str, Any]:
         timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}
