@@ -144,7 +144,7 @@ DAMAGE = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=3), more=st.booleans())
 def test_whatever_is_damaged_no_good_record_is_lost_and_no_bad_one_trusted(
     path: Path, damages: list[tuple[str, float, int]], more: bool
