@@ -146,6 +146,7 @@ PUBLIC = {
     "ModelNotFound",
     "UnsupportedModel",
     "EngineDead",
+    "Interrupted",
     "EngineClosed",
     "__version__",
 }

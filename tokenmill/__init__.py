@@ -13,6 +13,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import (
     EngineClosed,
     EngineDead,
+    Interrupted,
     InvalidArgument,
     InvalidRequest,
     JobStopped,
@@ -38,6 +39,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
+    "Interrupted",
     "InvalidArgument",
     "InvalidRequest",
     "JobStopped",

@@ -211,6 +211,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "default_priority_value": partial(check_whole, minimum=-(2**63), maximum=2**63 - 1),
     "priority_scheduling_preemption_threshold": partial(check_whole, minimum=0, maximum=2**63 - 1),
     "steps_in_flight": partial(check_whole, minimum=1, maximum=64),
+    "watchdog_timeout": partial(check_real, minimum=0, remedy="; seconds, or 0 for never"),
     "preferred_sampling_params": _preferred_sampling_params,
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),
     "grammar_backend": partial(_choice, replaced=GRAMMAR_BACKENDS),

@@ -75,6 +75,9 @@ class EngineConfig:
     steps_in_flight: int | None = _arg(None, "steps launched before the first is read (depth)")
 
     disable_cuda_graph: bool = _arg(False, "launch every kernel of a decode step by itself")
+    watchdog_timeout: float | None = _arg(
+        300.0, "seconds of running time without a step after which the engine counts as stalled; 0: never"
+    )
 
     # Requests
     preferred_sampling_params: Mapping[str, Any] | None = _arg(

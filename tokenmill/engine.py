@@ -191,7 +191,7 @@ class Engine:
             session=session,
             faults=Faults.of(options),
         )
-        if input_ids is None:
+        if input_ids is None and not job.errors:
             self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
 

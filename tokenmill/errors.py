@@ -74,23 +74,6 @@ class QueueFull(RequestFailed):
     """`max_queued_requests` were waiting already, none of them less urgent."""
 
 
-class WrongState(TokenmillError, RuntimeError):
-    """A call that the engine cannot serve in the state it is in: a second profile, or a prompt while its
-    memory is released."""
-
-
-class JobStopped(TokenmillError, RuntimeError):
-    """A batch job cannot go on: the disk is full, or its journal is in use. What was finished is kept."""
-
-
-class EngineDead(TokenmillError, RuntimeError):
-    """The engine's loop ended by an error (its cause is chained) and takes no more requests."""
-
-
-class EngineClosed(TokenmillError, RuntimeError):
-    """The engine was shut down and takes no more requests."""
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C ended a call that waited for results; the engine lives on.
 
@@ -101,6 +84,31 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, *, results: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.results = results
+
+
+class WrongState(TokenmillError, RuntimeError):
+    """A call that the engine cannot serve in the state it is in: a second profile, or a prompt while its
+    memory is released."""
+
+
+class JobStopped(TokenmillError, RuntimeError):
+    """A batch job cannot go on: the disk is full, or its journal is in use. What was finished is kept."""
+
+
+class EngineDead(TokenmillError, RuntimeError):
+    """The engine's loop ended by an error (its cause is chained) or stalled, and takes no more requests."""
+
+
+class EngineClosed(TokenmillError, RuntimeError):
+    """The engine was shut down and takes no more requests."""
+
+
+def engine_dead(cause: BaseException) -> EngineDead:
+    """What everybody hears who uses an engine that `cause` ended."""
+    reason = str(cause) if isinstance(cause, EngineDead) else f"the engine ended by an error: {cause!r}"
+    error = EngineDead(f"{reason}; make a new one")
+    error.__cause__ = cause
+    return error
 
 
 # What is told of anything at all, and of an error that came from elsewhere.

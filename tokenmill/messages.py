@@ -67,6 +67,9 @@ class Request:
     # A logit processor: a callable (logits, parameters of each row) -> logits; the same object for requests
     # that share it (`logit_processors.py`). Must be picklable where the core runs in a process.
     processor: Any = None
+    # Output tokens that were reported already, by a core that died: the request goes on behind them, and
+    # nothing of its prompt is shown again.
+    output_ids: tuple[int, ...] = ()
 
 
 FinishKind = Literal["stop", "length", "abort"]

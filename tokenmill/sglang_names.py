@@ -124,8 +124,8 @@ IGNORED: dict[str, dict[str, object]] = {
         kv_events_config=None, enable_trace=False, otlp_traces_endpoint="localhost:4317",
         export_metrics_to_file=False, export_metrics_to_file_dir=None, enable_nan_detection=False,
         debug_tensor_dump_output_folder=None, debug_tensor_dump_layers=None),
-    "no watchdog or signal handler is needed: a failure is an exception": dict(
-        watchdog_timeout=300, soft_watchdog_timeout=(None, 300), custom_sigquit_handler=None),
+    "no signal handler is needed: a failure is an exception, and one watchdog ends a stall": dict(
+        soft_watchdog_timeout=(None, 300), custom_sigquit_handler=None),
     "it matters only when prefill and decode run in different engines": dict(
         disaggregation_transfer_backend="mooncake", disaggregation_bootstrap_port=8998,
         disaggregation_decode_tp=None, disaggregation_decode_dp=None, disaggregation_prefill_pp=1,

@@ -211,3 +211,30 @@ def test_a_product_goes_the_same_way_as_its_heads(
     torch.testing.assert_close(outs[0], outs[1])
     torch.testing.assert_close(step.key_cache, twin.key_cache, equal_nan=True)
     assert torch.equal(step.value_cache.nan_to_num(), twin.value_cache.nan_to_num())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_needed_tokens_only(
+    ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """Of each prompt at most one: the last one, one in the middle, or none."""
+    monkeypatch.setattr("tokenmill.attention.triton_backend.MANY_TOKENS", 1)
+    spec = AttentionSpec(4, 2, 32, scale=0.2, window=window)
+    step = ragged.ragged_step(
+        spec,
+        [(1, 1), (1, 20), (5, 5), (9, 30), (3, 3)],
+        page_size=4,
+        dtype=torch.float32,
+        seed=7,
+        device=triton_device,
+    )
+    with torch.device(triton_device):
+        no_rotation = torch.ones(len(step.q), 16), torch.zeros(len(step.q), 16)
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], 4)
+    backend.plan(step.layout)
+    product = torch.cat((step.q, step.k, step.v), dim=1)
+    needed = torch.tensor([0, 1, 6, 10], device=triton_device)
+    out = backend.run_product(product, no_rotation, None, 0, needed)
+    assert ragged.relative_error(out, step.expected[needed]) < LIMITS[torch.float32]
+    slots = step.layout.slot_mapping_T[0]
+    assert torch.equal(step.key_cache[slots // 4, slots % 4], step.k)

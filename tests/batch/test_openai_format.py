@@ -10,6 +10,8 @@ import pytest
 
 from tests.batch.records import TIMEOUT, ListSource, failed, record_of, result
 from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
+from tokenmill.batch.openai_parts import PromptRows
+from tokenmill.errors import InvalidArgument
 
 pytestmark = pytest.mark.unit
 
@@ -66,10 +68,6 @@ def test_a_line_becomes_an_item() -> None:
             request(body={"messages": HELLO, "strem": True}),
             "body has no parameter 'strem'. Did you mean 'stream'",
         ),
-        (
-            completion(prompt=["a", "b"]),
-            "prompt is a list of 2 prompts; in a batch file write a line for each",
-        ),
     ],
 )
 def test_a_line_that_is_no_request_is_a_row_with_an_error(line: dict[str, Any] | None, told: str) -> None:
@@ -117,6 +115,11 @@ def test_another_model_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage() for record in caplog.records] == [
         "the batch file asks for model 'gpt-4o' (str); 'tiny' answers instead"
     ]
+
+
+def test_an_engine_without_words_cannot_answer() -> None:
+    with pytest.raises(InvalidArgument, match="no tokenizer"):
+        OpenAIRows(model="tiny", has_tokenizer=False)
 
 
 def test_batch_files_are_told_from_others() -> None:
@@ -169,6 +172,42 @@ def test_what_is_no_request_has_no_response(line: dict[str, Any] | None) -> None
     assert error["response"] is None
     assert error["custom_id"] == (line or {}).get("custom_id")
     assert error["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
+def test_a_line_with_several_prompts_is_run_in_parts_and_answered_as_one(order: list[int]) -> None:
+    prompts = ["a", "b", "c"]
+    lines = [completion(), completion(prompt=prompts, n=2), completion(prompt=[1, 2])]
+    lines = [{**line, "custom_id": str(number)} for number, line in enumerate(lines)]
+    source = PromptRows(ListSource(lines))
+    records = list(source)
+    assert [record.index for record in records] == [0, 1, 2, 3, 4]
+    assert [record.line for record in records] == [1, 2, 2, 2, 3]
+    rows = OpenAIRows(model="tiny")
+    items = [rows.item(record) for record in records]
+    assert [item.get("prompt", item.get("input_ids")) for item in items] == ["Hello", *prompts, [1, 2]]
+    output = OpenAIOutput(model="tiny")
+    results = [[result(f"{number}.{sample}") for sample in range(2)] for number in range(5)]
+    written = {index: output.line(records[index], results[index])[0] for index in order}
+    answers = [json.loads(line) for index in sorted(written) if (line := written[index]) is not None]
+    assert [answer["custom_id"] for answer in answers] == ["0", "1", "2"]
+    body = answers[1]["response"]["body"]
+    assert [choice["text"] for choice in body["choices"]] == ["1.0", "1.1", "2.0", "2.1", "3.0", "3.1"]
+    assert body["usage"] == {"prompt_tokens": 15, "completion_tokens": 12, "total_tokens": 27}
+
+
+def test_a_part_that_fails_fails_its_line() -> None:
+    records = list(PromptRows(ListSource([completion(prompt=[[1], [2]])])))
+    output = OpenAIOutput(model="tiny")
+    assert output.line(records[1], [failed(TIMEOUT)]) == (None, None)
+    made, error = output.line(records[0], [result()])
+    assert made is None
+    assert json.loads(error or b"")["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize("prompt", [["a"], [], ["a", 1], [[1]], [1, 2], "a", None])
+def test_other_prompts_stay_in_one_row(prompt: Any) -> None:
+    assert len(list(PromptRows(ListSource([completion(prompt=prompt)])))) == 1
 
 
 def test_ids_differ_between_lines() -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import struct
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_a_bad_line_is_a_row_with_an_error(tmp_path: Path, line: bytes, told: st
     assert message_of(bad).startswith("line 3: ")
     assert told in message_of(bad)
     assert len(message_of(bad)) < 2000
+
+
+@in_one_folder
+@given(
+    pieces=st.lists(
+        st.binary(max_size=6)
+        | st.sampled_from([b"\n", b"\r\n", b'{"a":1}', b'"', b",", b"\0", b"\xef\xbb\xbf"])
+    )
+)
+def test_of_any_bytes_no_line_is_lost(tmp_path: Path, pieces: list[bytes]) -> None:
+    content = b'{"a":1}\n' + b"".join(pieces)
+    records = list(open_source(written(tmp_path, "in.jsonl", content)))
+    assert [record.line for record in records] == [
+        number for number, line in enumerate(content.split(b"\n"), 1) if line.strip()
+    ]
+    for record in open_source(written(tmp_path, "in.csv", b"a,b\n" + b"".join(pieces))):
+        assert (record.fields is None) != (record.error is None)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +403,20 @@ def test_a_dataset_dict_needs_a_split(tmp_path: Path) -> None:
         open_source(tmp_path / "train", split="train")
 
 
-def no_change(folder: Path) -> None:
+def test_a_damaged_part_of_a_saved_dataset_costs_its_rows_only(tmp_path: Path) -> None:
+    """Offsets of texts that lead out of the file would end the process if anybody followed them."""
+    folder = saved_dataset(tmp_path / "set", [{"text": "four"}] * 6)
+    path = folder / "data-00000-of-00001.arrow"
+    good, bad = struct.pack("<3i", 0, 4, 8), struct.pack("<3i", 0, 2**30, 8)
+    first, second, third, fourth = path.read_bytes().split(good)
+    path.write_bytes(first + good + second + bad + third + good + fourth)
+    records = list(open_source(folder))
+    assert [record.fields for record in records if record.fields] == [{"text": "four"}] * 4
+    assert [record.index for record in records if record.error] == [2, 3]
+    assert "row 2: a value cannot be read" in message_of(records[2])
+
+
+def lose_state(folder: Path) -> None:
     (folder / "state.json").unlink()
 
 
@@ -414,7 +445,7 @@ def forget_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (no_change, "has no state.json"),
+        (lose_state, "has no state.json"),
         (cut_file, "cannot be read as an Arrow file"),
         (lose_file, "is missing, which state.json names"),
         (keep_indices, "flatten_indices"),

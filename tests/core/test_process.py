@@ -1,24 +1,30 @@
-"""The core in a process of its own, and real engines side by side: who hears of a death, who goes on."""
+"""The core in a process of its own: what becomes of rows, calls and state when it is killed."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
+import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import tokenmill as sgl
+from tokenmill.hub import resolve
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The capital of France is"
-LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 800, "ignore_eos": True}
 SHORT = {"temperature": 0, "max_new_tokens": 4}
 
 
@@ -49,54 +55,246 @@ def wait_gone(process_id: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_core_reaches_the_waiting_call_and_the_process_lives() -> None:
-    engine = sgl.Engine(model_path="tiny", device="cpu", core_process=True)
-    killer = threading.Timer(0.3, os.kill, (child_of(os.getpid()), signal.SIGKILL))
+def kill_core() -> None:
+    os.kill(child_of(os.getpid()), signal.SIGKILL)
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with sgl.Engine(model_path="tiny", device="cpu", dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Any:
+    """An engine whose core can be killed; it is back before the next test."""
+    with sgl.Engine(model_path="tiny", device="cpu", dtype="float32", core_process=True) as mortal:
+        yield mortal
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time",
+    "Name three colors.",
+    "1 2 3 4",
+    "Dear Sir,",
+    "Why?",
+]
+DRAWN = {"temperature": 0.9, "max_new_tokens": 60, "ignore_eos": True}
+PARAMS = [
+    {**DRAWN, "sampling_seed": 1},
+    {
+        **DRAWN,
+        "sampling_seed": 2,
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.4,
+        "repetition_penalty": 1.2,
+    },
+    {**DRAWN, "sampling_seed": 3, "regex": "[a-z ]{50,55}", "ignore_eos": False},
+    {**DRAWN, "sampling_seed": 4, "min_new_tokens": 40, "ignore_eos": False},
+    {**DRAWN, "sampling_seed": 5, "logit_bias": {"5": 2.0}, "top_k": 20, "min_p": 0.01},
+    {**DRAWN, "sampling_seed": 6, "stop": ["e", " the"], "min_new_tokens": 30},
+]
+EVERYTHING = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 2,
+    "return_hidden_states": True,
+}
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Token for token; numbers as near as another batch makes them."""
+    assert result["output_ids"] == expected["output_ids"]
+    assert result["text"] == expected["text"]
+    mine, theirs = result["meta_info"], expected["meta_info"]
+    assert mine["finish_reason"] == theirs["finish_reason"]
+    for key in ("input_token_logprobs", "output_token_logprobs"):
+        assert [entry[1] for entry in mine[key]] == [entry[1] for entry in theirs[key]]
+        for entry, other in zip(mine[key], theirs[key], strict=True):
+            assert entry[0] == pytest.approx(other[0], abs=1e-3)
+    for entries, others in zip(mine["output_top_logprobs"], theirs["output_top_logprobs"], strict=True):
+        assert [entry[0] for entry in entries] == pytest.approx([other[0] for other in others], abs=1e-3)
+    if "hidden_states" in theirs:
+        states, others = map(_rows, (mine["hidden_states"], theirs["hidden_states"]))
+        np.testing.assert_allclose(states, others, atol=1e-2)
+
+
+def _rows(hidden_states: list[Any]) -> Any:
+    """One row for each position; those of the prompt come together."""
+    return np.concatenate([np.atleast_2d(part) for part in hidden_states])
+
+
+def merged(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result, of the chunks of a stream."""
+    last = chunks[-1]["meta_info"]
+    columns = ("output_token_logprobs", "output_top_logprobs", "hidden_states")
+    shown = {key: [item for chunk in chunks for item in chunk["meta_info"].get(key) or []] for key in columns}
+    return {
+        "text": "".join(chunk["text"] for chunk in chunks),
+        "output_ids": [token for chunk in chunks for token in chunk["output_ids"]],
+        "meta_info": {**last, **shown},
+    }
+
+
+def test_streams_go_on_exactly_where_they_were(engine: sgl.Engine, mortal: sgl.Engine) -> None:
+    expected = engine.generate(PROMPTS, PARAMS, **EVERYTHING)
+    chunks: list[list[dict[str, Any]]] = [[] for _ in PROMPTS]
+    for count, chunk in enumerate(mortal.generate(PROMPTS, PARAMS, stream=True, **EVERYTHING)):
+        chunks[chunk["index"]].append(chunk)
+        if count in (1, 150):
+            kill_core()
+    for parts, other in zip(chunks, expected, strict=True):
+        assert len(parts) > 1
+        assert_same(merged(parts), other)
+        assert parts[-1]["meta_info"]["cached_tokens"] == parts[0]["meta_info"]["cached_tokens"]
+
+
+def test_every_row_and_sample_comes_back(
+    engine: sgl.Engine, mortal: sgl.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("tokenmill").setLevel("WARNING")
+    long = {**DRAWN, "max_new_tokens": 150, "sampling_seed": 9}
+    params = [*({**each, "n": 2} for each in PARAMS[:3]), *({**long, "n": 2} for _ in PARAMS[3:])]
+    shown = EVERYTHING | {"return_hidden_states": False}
+    expected = engine.generate(PROMPTS, params, **shown)
+    killer = threading.Timer(0.2, kill_core)
     killer.start()
-    with pytest.raises(sgl.EngineDead, match="signal 9"):
-        engine.generate(PROMPT, LONG)
-    with pytest.raises(sgl.EngineDead, match="make a new one"):
-        engine.generate(PROMPT, SHORT)
-    engine.shutdown()
-    with sgl.Engine(model_path="tiny", device="cpu", core_process=True) as another:
-        assert another.generate(PROMPT, SHORT)["text"].startswith(" Paris")
-        core = child_of(os.getpid())
-    wait_gone(core)
+    results = mortal.generate(PROMPTS, params, **shown)
+    killer.join()
+    for result, other in zip(results, expected, strict=True):
+        assert_same(result, other)
+    assert re.search(r"killed by signal 9; another takes its place and replays [1-9]", caplog.text)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_parent_leaves_no_core_behind() -> None:
-    program = (
-        "import tokenmill as sgl, time\n"
-        "engine = sgl.Engine(model_path='tiny', device='cpu', core_process=True)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "ready\n"
-    core = child_of(parent.pid)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    wait_gone(core)
+def test_async_calls_streams_and_sessions_go_on(engine: sgl.Engine, mortal: sgl.Engine) -> None:
+    async def ask(llm: sgl.Engine, *, kills: bool) -> list[Any]:
+        session = llm.open_session(10_000)
+        turn = {"session_params": {"id": session}}
+        greedy = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        first = await llm.async_generate(PROMPT, greedy, **turn)
+        batch = asyncio.create_task(llm.async_generate(PROMPTS, LONG | {"max_new_tokens": 100}))
+        chat = asyncio.create_task(llm.async_chat([{"role": "user", "content": "Hello"}], greedy))
+        pieces = []
+        async for chunk in await llm.async_generate(" and", greedy, stream=True, **turn):
+            pieces.append(chunk["text"])
+            if kills and len(pieces) == 5:
+                kill_core()
+        third = await llm.async_generate(" then", greedy, **turn)
+        rows = [*await batch, await chat, first, third]
+        return ["".join(pieces), *((row["text"], row["meta_info"]["prompt_tokens"]) for row in rows)]
+
+    expected = asyncio.run(ask(engine, kills=False))
+    assert asyncio.run(ask(mortal, kills=True)) == expected
+
+
+def test_an_aborted_row_and_a_late_one_end_although_no_core_is_there(mortal: sgl.Engine) -> None:
+    results: dict[str, Any] = {}
+
+    def ask(name: str, **options: Any) -> None:
+        try:
+            results[name] = mortal.generate(PROMPT, LONG, rid=name, **options)["meta_info"]["finish_reason"]
+        except sgl.RequestTimeout as error:
+            results[name] = error
+
+    rows: tuple[tuple[str, dict[str, Any]], ...] = (("aborted", {}), ("late", {"timeout": 0.4}))
+    threads = [threading.Thread(target=ask, args=[name], kwargs=options) for name, options in rows]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    kill_core()
+    time.sleep(0.1)
+    mortal.abort("aborted")
+    threads[0].join(10)
+    assert results["aborted"]["type"] == "abort"
+    threads[1].join(20)
+    assert "late" in results
+    assert mortal.generate(PROMPT, SHORT)["text"].startswith(" Paris")
+
+
+class Deadly:
+    """A logit processor that ends its process, as a kernel with a bug would."""
+
+    def __call__(self, logits: Any, custom_param_list: Any) -> Any:
+        os._exit(3)
+
+
+def test_a_row_that_kills_every_core_fails_alone(
+    engine: sgl.Engine, mortal: sgl.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill.core.replay._MOST_DEATHS_ALONE", 1)  # three take longer
+
+    few = {**LONG, "max_new_tokens": 60}
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            mortal.async_generate(PROMPT, few),
+            mortal.async_generate(PROMPT, SHORT, custom_logit_processor=Deadly()),
+            return_exceptions=True,
+        )
+
+    good, bad = asyncio.run(ask())
+    assert good["output_ids"] == engine.generate(PROMPT, few)["output_ids"]
+    assert isinstance(bad, sgl.RequestFailed)
+    assert bad.error_type == "internal"
+    assert "the core's process died" in str(bad)
+
+
+# ── calls and state ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pause_and_released_memory_outlive_the_core(mortal: sgl.Engine) -> None:
+    mortal.pause_generation("retract")
+    mortal.release_memory_occupation(["kv_cache"])
+    kill_core()
+    state = mortal.get_server_info()["internal_states"][0]
+    assert (state["paused"], state["released"]) == (True, ["kv_cache"])
+    mortal.resume_memory_occupation()
+    mortal.continue_generation()
+    assert mortal.flush_cache().success
+    assert mortal.generate(PROMPT, SHORT)["text"].startswith(" Paris")
+
+
+def test_weights_from_disk_outlive_the_core_and_tensors_cannot(mortal: sgl.Engine, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    folder = changed_checkpoint(tmp_path, name)
+    before = mortal.get_weights_by_name(name)
+    assert mortal.update_weights_from_disk(folder, weight_version="changed", on_error="raise")[0]
+    after = mortal.get_weights_by_name(name)
+    assert after != before
+    kill_core()
+    assert mortal.get_weights_by_name(name) == after
+    result = mortal.generate(PROMPT, SHORT)
+    assert result["meta_info"]["weight_version"] == "changed"
+    weight = load_file(Path(folder) / "model.safetensors")[name]
+    assert mortal.update_weights_from_tensor({name: weight}, on_error="raise")[0]
+    kill_core()
+    with pytest.raises(sgl.EngineDead, match="update_weights_from_tensor are lost"):
+        mortal.generate(PROMPT, LONG)
+
+
+def changed_checkpoint(folder: Path, name: str) -> str:
+    """The bundled model with one of its weights doubled."""
+    source = resolve("tiny")
+    for file in source.iterdir():
+        if file.is_file() and "safetensors" not in file.name:
+            shutil.copy(file, folder)
+    weights: dict[str, torch.Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        weights |= load_file(file)
+    weights[name] = 2 * weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def test_errors_of_loading_come_out_of_the_process() -> None:
     with pytest.raises(ValueError, match="context_length"):
         sgl.Engine(model_path="tiny", device="cpu", core_process=True, context_length=1_000_000)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Any:
-    with sgl.Engine(model_path="tiny", device="cpu") as engine:
-        yield engine
 
 
 def test_threads_loops_and_a_second_engine_share_the_process(engine: sgl.Engine) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill import EngineClosed, EngineConfig, EngineDead, InvalidArgument
+from tokenmill import EngineClosed, EngineConfig, EngineDead, Interrupted, InvalidArgument
 from tokenmill.frontend.calls import Call
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.inputs import Job
@@ -356,6 +356,88 @@ def test_ctrl_c_cancels_and_is_raised(
     wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
 
 
+def press_ctrl_c(*seconds: float) -> list[threading.Timer]:
+    """At these times, in the main thread, however the tests were started."""
+    main = threading.main_thread().ident
+    timers = [threading.Timer(each, signal.pthread_kill, (main, signal.SIGINT)) for each in seconds]
+    for timer in timers:
+        timer.start()
+    return timers
+
+
+@pytest.mark.parametrize("returns_errors", [False, True])
+def test_ctrl_c_does_not_wait_long_for_a_core_that_hangs(
+    client: Client,
+    cores: list[Any],
+    gate: threading.Event,
+    make_request: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    returns_errors: bool,
+) -> None:
+    monkeypatch.setattr("tokenmill.frontend.client._GIVE_UP_SECONDS", 0.05)
+    gate.clear()
+    job = Job((make_request(**ENDLESS),), single=True, returns_errors=returns_errors)
+    [timer] = press_ctrl_c(0.05)
+    if returns_errors:
+        result = client.run(client.prepare(job, stream=False))
+    else:
+        with pytest.raises(Interrupted, match="0 of 1 rows") as caught:
+            client.run(client.prepare(job, stream=False))
+        [result] = caught.value.results
+    timer.join()
+    assert result["error"] == {"type": "aborted", "message": "the call was interrupted", "status_code": 499}
+    assert not client._flying
+    gate.set()
+    wait_until(lambda: is_clean(client, cores[0]))
+
+
+def test_a_second_ctrl_c_does_not_wait_at_all(
+    client: Client, prepare: Any, cores: list[Any], gate: threading.Event
+) -> None:
+    gate.clear()
+    timers = press_ctrl_c(0.05, 0.2)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        client.run(prepare("long", **ENDLESS))
+    assert time.monotonic() - started < 3
+    assert not isinstance(caught.value, Interrupted)
+    for timer in timers:
+        timer.join()
+    assert not client._flying
+    gate.set()
+    wait_until(lambda: is_clean(client, cores[0]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_does_not_cut_what_is_sent_to_the_core(
+    client: Client, prepare: Any, cores: list[Any], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    submit = cores[0].submit
+
+    def interrupted(requests: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        submit(requests)
+
+    monkeypatch.setattr(cores[0], "submit", interrupted)
+    call = prepare("long", stream=stream, **ENDLESS)
+    with pytest.raises(KeyboardInterrupt):
+        client.stream(call, owner=None) if stream else client.run(call)
+    wait_until(lambda: len(cores[0].submitted) == 1 and is_clean(client, cores[0]))
+
+
+def test_ctrl_c_that_another_thread_receives(client: Client, prepare: Any, gate: threading.Event) -> None:
+    """Nothing wakes the main thread then, and nothing arrives for it."""
+    gate.clear()
+    timer = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))
+    opener = threading.Timer(1.0, gate.set)
+    timer.start()
+    opener.start()
+    with pytest.raises(Interrupted):
+        client.run(prepare("long", **ENDLESS))
+    timer.join()
+    opener.join()
+
+
 # ── ids ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -455,6 +537,38 @@ def test_death_reaches_everybody_who_waits(
     with pytest.raises(EngineDead):
         client.call_core("flush_cache")
     assert not client._flying
+
+
+@pytest.mark.parametrize("way", ["run", "run_async", "stream"])
+def test_death_leaves_what_finished_to_those_who_want_errors_returned(
+    client: Client, cores: list[Any], make_request: Any, way: str
+) -> None:
+    rows = [(b"a", {}), (b"bc", {}), (b"bc", ENDLESS)]
+    requests = tuple(
+        make_request(list(text), request_id=text.decode() + str(place), **params)
+        for place, (text, params) in enumerate(rows)
+    )
+    job = Job(requests, single=False, returns_errors=True)
+    ways: dict[str, Callable[[Call], Any]] = {
+        "run": client.run,
+        "run_async": lambda call: asyncio.run(client.run_async(call)),
+        "stream": lambda call: list(client.stream(call, owner=None)),
+    }
+    results: list[dict[str, Any]] = []
+    call = client.prepare(job, stream=way == "stream")
+    thread = threading.Thread(target=lambda: results.extend(ways[way](call)))
+    thread.start()
+    wait_until(lambda: call.num_unfinished == 1)
+    cores[0].die(RuntimeError("the device is gone"))
+    thread.join(5)
+    if way == "stream":
+        results = [[each for each in results if each["index"] == place][-1] for place in range(3)]
+    else:
+        assert [each["text"] for each in results[:2]] == ["a", "bc"]
+    assert [each["error"] and each["error"]["type"] for each in results] == [None, None, "internal"]
+    assert "the device is gone" in results[2]["error"]["message"]
+    with pytest.raises(EngineDead):
+        client.run(client.prepare(job, stream=False))
 
 
 def test_a_stream_gives_what_came_before_the_death(

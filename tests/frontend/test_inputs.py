@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType
+from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader, Job
 from tokenmill.messages import EngineFacts
 from tokenmill.sampling_params import SamplingParams
@@ -603,3 +604,67 @@ def test_large_batches_are_read_quickly_and_right() -> None:
     rows[4321, 17] = VOCAB
     with raises(InvalidArgument, "input_ids[4321][17] is 300"):
         read(input_ids=rows.tolist())
+
+
+# ── rows at fault ──
+
+
+class Picky(Letters):
+    """Fails on a batch with a `!` in it, as the code of a model's own tokenizer may."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        rows = super().encode_batch(texts)
+        if any("!" in text for text in texts):
+            raise ZeroDivisionError("odd")
+        return rows
+
+
+def test_texts_are_tokenized_in_one_call_unless_that_fails() -> None:
+    letters, picky = Letters(), Picky()
+    job = make_reader(letters).read(["a", "", "b", 5, "c"], faults=Faults(returned=True))
+    assert letters.calls == [["a", "", "b", "c"]]
+    assert (ids_of(job), sorted(job.errors)) == ([[97], [], [98], [], [99]], [1, 3])
+    job = make_reader(picky).read(["a", "!", "b"], faults=Faults(returned=True))
+    assert picky.calls == [["a", "!", "b"], ["a"], ["!"], ["b"]]
+    assert (ids_of(job), list(job.errors)) == ([[97], [], [98]], [1])
+    assert job.errors[1]["message"] == "prompt cannot be read: ZeroDivisionError: odd"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.booleans(), st.sampled_from(["", "params", "n", "rid"]), st.booleans())),
+    n=st.integers(1, 3),
+)
+def test_rows_beside_bad_ones_are_read_as_beside_sound_ones(
+    rows: list[tuple[bool, str, bool]], n: int
+) -> None:
+    """Same requests in the same places, with the same seeds; the bad rows, and only they, have errors."""
+    texts = ["ok" if sound or fault else " " for sound, fault, _ in rows]
+    params: list[dict[str, Any]] = [
+        {"n": n, **({"sampling_seed": 5} if seeded else {})} for *_, seeded in rows
+    ]
+    rids: list[Any] = [f"r{place}" for place in range(len(rows))]
+    bad_params, bad_rids = copy.deepcopy(params), list(rids)
+    for place, (sound, fault, _) in enumerate(rows):
+        if not sound and fault == "params":
+            bad_params[place]["top_p"] = 7
+        elif not sound and fault == "n":
+            bad_params[place]["n"] = 0
+        elif not sound and fault == "rid":
+            bad_rids[place] = 5
+    good = make_reader().read(["ok"] * len(rows), params, rid=rids)
+    read = make_reader().read(texts, bad_params, rid=bad_rids, faults=Faults(returned=True))
+    bad = [place for place, (sound, *_) in enumerate(rows) if not sound]
+    if len(bad) == len(rows) and all(fault == "n" for _, fault, _ in rows):
+        n = 1  # nobody says how many samples there are
+    assert sorted(read.errors) == [place * n + sample for place in bad for sample in range(n)]
+    for place, request in enumerate(read.requests):
+        if place not in read.errors:
+            other = good.requests[place]
+            assert (request.id, request.seed) == (other.id, other.seed)
+            assert request.prompt_ids.tolist() == other.prompt_ids.tolist()
+
+
+def test_a_first_row_that_is_none_does_not_make_a_batch_a_single_one() -> None:
+    job = make_reader().read(input_ids=[None, [1, 2]], faults=Faults(returned=True))
+    assert (job.single, len(job.requests), list(job.errors)) == (False, 2, [0])

@@ -78,8 +78,14 @@ class FirstKey:
         raise AssertionError("a module leaves the rotation to the backend")
 
     def run_product(
-        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+        self,
+        product_TSD: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        layer: int,
+        needed_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert needed_N is None
         self.seen = product_TSD, rotation, norms, layer
         return product_TSD[:, 4:6].repeat_interleave(2, dim=1)
 

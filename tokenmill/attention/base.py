@@ -64,9 +64,17 @@ class Backend(Protocol):
         """Store this step's keys and values, then return the attention output [T, H, D]."""
 
     def run_product(
-        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+        self,
+        product_TSD: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        layer: int,
+        needed_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`run` on queries, keys and values still to be normalised and rotated: [T, H + 2K, D]."""
+        """`run` on queries, keys and values still to be normalised and rotated: [T, H + 2K, D].
+
+        With `needed_N` (int64) the answer is [N, H, D], for these tokens: all that decode, then any others.
+        """
 
 
 @dataclass(slots=True)

@@ -131,11 +131,17 @@ class TorchBackend:
         return out_THD
 
     def run_product(
-        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+        self,
+        product_TSD: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        layer: int,
+        needed_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `base.Backend`."""
         num_kv_heads = self._specs[layer].num_kv_heads
-        return self.run(*heads_of_product(product_TSD, rotation, norms, num_kv_heads), layer)
+        out_THD = self.run(*heads_of_product(product_TSD, rotation, norms, num_kv_heads), layer)
+        return out_THD if needed_N is None else out_THD[needed_N]
 
     def attend_prefills(
         self,

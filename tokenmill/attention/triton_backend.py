@@ -20,6 +20,8 @@ from tokenmill.kernels.triton_rotary import rotate_and_store
 # The kernels that a step with shared prefixes launches in addition cost about as much as reading this.
 SHARING_BYTES = 2**24
 SHORTEST_SHARED_SPLIT = 128
+# Steps of fewer tokens gain nothing from leaving attention out where it is not needed.
+MANY_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,20 @@ class TritonBackend:
         return self._attend(q_THD, k_TKD, v_TKD, layer)
 
     def run_product(
-        self, product_TSD: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, layer: int
+        self,
+        product_TSD: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        layer: int,
+        needed_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `base.Backend`; one kernel does everything up to attention."""
         q_THD, k_TKD = rotate_and_store(product_TSD, rotation, norms, self._cache_slots(layer))
+        if needed_N is not None and self._are_few(needed_N):
+            return self._attend_few(q_THD, needed_N, layer)
         v_TKD = product_TSD[:, -self._specs[layer].num_kv_heads :]
-        return self._attend(q_THD, k_TKD, v_TKD, layer)
+        out_THD = self._attend(q_THD, k_TKD, v_TKD, layer)
+        return out_THD if needed_N is None else out_THD[needed_N]
 
     def _cache_slots(self, layer: int) -> CacheSlots:
         assert self._work is not None, "plan() comes first"
@@ -115,6 +125,40 @@ class TritonBackend:
                 out_THD=out_THD,
             )
         return out_THD
+
+    def _are_few(self, needed_N: torch.Tensor) -> bool:
+        """Whether a long step needs so few tokens of its prompts that each can be a row of its own."""
+        assert self._work is not None, "plan() comes first"
+        layout = self._work.layout
+        num_prompts = len(layout.host_lengths) - layout.num_decodes
+        return len(layout.positions_T) >= MANY_TOKENS and len(needed_N) <= layout.num_decodes + num_prompts
+
+    def _attend_few(self, q_THD: torch.Tensor, needed_N: torch.Tensor, layer: int) -> torch.Tensor:
+        """As `_attend`, for the needed tokens only: those of prompts read keys as decoding rows do."""
+        assert self._work is not None, "plan() comes first"
+        spec, work, layout = self._specs[layer], self._work, self._work.layout
+        split = layout.num_decodes
+        out_NHD = torch.empty((len(needed_N), *q_THD.shape[1:]), dtype=q_THD.dtype, device=q_THD.device)
+        if split:
+            self._decode(q_THD[:split], layer, out_RHD=out_NHD[:split])
+        tokens_M = needed_N[split:]
+        if len(tokens_M):
+            row_M = torch.searchsorted(work.prefill_starts, tokens_M, right=True) - 1
+            rows = triton_attention.PagedRows(
+                self._key_caches[layer],
+                self._value_caches[layer],
+                layout.page_table_RP[spec.group][split:][row_M],
+                (layout.positions_T[tokens_M] + 1).to(torch.int32),
+            )
+            triton_decode.decode(
+                q_THD[tokens_M],
+                rows,
+                scale=spec.scale,
+                window=spec.window,
+                longest=work.longest_row,
+                out_RHD=out_NHD[split:],
+            )
+        return out_NHD
 
     def _decode(self, q_RHD: torch.Tensor, layer: int, *, out_RHD: torch.Tensor) -> None:
         """Attention of the rows that decode."""

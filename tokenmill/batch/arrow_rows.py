@@ -6,6 +6,7 @@ opened.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,30 +31,28 @@ class ParquetRows:
     def __init__(self, path: Path) -> None:
         """Raises `InvalidArgument` for a file that is no Parquet, and where pyarrow is not installed."""
         self._path = path
-        file = self._open()
-        self.columns: tuple[str, ...] | None = _distinct_names(path, file.schema_arrow.names)
-        self.num_rows: int | None = file.metadata.num_rows
-        file.close()
+        pyarrow = _pyarrow(path)
+        with _telling_damage(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            # Rows of each group, and how many of them are read at once.
+            self._groups = [
+                (group.num_rows, _rows_at_once(group.total_byte_size, group.num_rows)) for group in groups
+            ]
+        self.columns: tuple[str, ...] | None = _distinct_names(path, names)
+        self.num_rows: int | None = sum(count for count, _ in self._groups)
 
     def __iter__(self) -> Iterator[Record]:
-        with self._open() as file:
+        pyarrow = _pyarrow(self._path)
+        with pyarrow.parquet.ParquetFile(self._path, pre_buffer=False, buffer_size=2**20) as file:
             index = 0
-            for group in range(file.num_row_groups):
-                metadata = file.metadata.row_group(group)
-                rows = _group_rows(file, group, _rows_at_once(metadata.total_byte_size, metadata.num_rows))
-                yield from _records(rows, index, metadata.num_rows)
-                index += metadata.num_rows
+            for group, (count, at_once) in enumerate(self._groups):
+                yield from _records(_group_rows(file, group, at_once), index, count)
+                index += count
 
     def fingerprint(self) -> str:
         """See `Source`."""
         return fingerprint_of([self._path], self.format)
-
-    def _open(self) -> Any:
-        pyarrow = _pyarrow(self._path)
-        try:
-            return pyarrow.parquet.ParquetFile(self._path, pre_buffer=False, buffer_size=2**20)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise InvalidArgument(f"{self._path} cannot be read as Parquet: {told(error)}") from None
 
 
 class SavedDataset:
@@ -89,16 +88,26 @@ class SavedDataset:
     def _measure(self, path: Path) -> tuple[Sequence[str], int]:
         """Columns and rows of a file; the columns themselves are not read for it."""
         pyarrow = _pyarrow(path)
-        try:
-            with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-                return stream.schema.names, sum(batch.num_rows for batch in stream)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise InvalidArgument(f"{path} cannot be read as an Arrow file: {told(error)}") from None
+        with (
+            _telling_damage(path, "an Arrow file"),
+            pyarrow.memory_map(str(path)) as source,
+            pyarrow.ipc.open_stream(source) as stream,
+        ):
+            return stream.schema.names, sum(batch.num_rows for batch in stream)
 
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether a folder is what `save_to_disk` writes."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json", "dataset_info.json"))
+
+
+@contextlib.contextmanager
+def _telling_damage(path: Path, format: str) -> Iterator[None]:
+    """Raises `InvalidArgument` for a file that is damaged as a whole, in whatever way pyarrow finds it so."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidArgument(f"{path} cannot be read as {format}: {told(error)}") from None
 
 
 def _pyarrow(path: Path) -> Any:
@@ -125,6 +134,11 @@ def _stream_rows(path: Path) -> Iterator[_Row]:
     pyarrow = _pyarrow(path)
     with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
         for batch in stream:
+            try:
+                batch.validate(full=True)  # offsets that damage has changed would be followed into nowhere
+            except pyarrow.ArrowException as error:
+                yield from [error] * batch.num_rows
+                continue
             at_once = _rows_at_once(batch.nbytes, batch.num_rows)
             for start in range(0, batch.num_rows, at_once):
                 yield from _batch_rows(batch.slice(start, at_once))

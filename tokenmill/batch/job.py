@@ -23,6 +23,7 @@ from tokenmill.batch.keys import Keys, fingerprint
 from tokenmill.batch.ledger import Ledger
 from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
+from tokenmill.batch.openai_parts import PromptRows
 from tokenmill.batch.outputs import OutputFormat, RowOutput
 from tokenmill.batch.planning import plan_job, predicted_and_actual, save_plan, saved_plan
 from tokenmill.batch.progress import Progress
@@ -34,6 +35,7 @@ from tokenmill.batch.table_output import TableOutput
 from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
+from tokenmill.frontend.iteration import RowRunner
 from tokenmill.frontend.planning import Plan
 from tokenmill.sampling_params import SamplingParams, check_whole, show
 
@@ -87,8 +89,9 @@ class BatchJob:
         self._engine = engine
         check_whole("seed", config.seed, minimum=-(2**63), maximum=2**64 - 1)
         SamplingParams.from_value(config.sampling_params)
-        self._source = open_source(source, format=config.format, split=config.split)
-        self._is_openai = is_batch_file(self._source)
+        opened = open_source(source, format=config.format, split=config.split)
+        self._is_openai = is_batch_file(opened)
+        self._source = PromptRows(opened) if self._is_openai else opened
         form = RowForm(**{name: getattr(config, name) for name in _FORM_ARGUMENTS})
         self._columns = None if self._is_openai else ColumnRows(form, self._source)
         self._check_form(form)
@@ -129,7 +132,7 @@ class BatchJob:
                 engine,
                 sampling_params=self._row_params,
                 options=self._options(),
-                keys=self._keys(engine),
+                keys=self._keys(engine, engine.open_rows()),
             )
         save_plan(made, self._source, self.files.plan)
         return made
@@ -162,13 +165,14 @@ class BatchJob:
             output = _opened(stack, self.files.output if table is None else table.lines_path)
             errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
             outputs = [output] if errors is None else [output, errors]
+            runner = engine.open_rows()
             with Commits(journal, outputs) as commits:
                 work = Work(
                     self._source,
                     maker,
                     form,
-                    runner=engine.open_rows(),
-                    keys=self._keys(engine),
+                    runner=runner,
+                    keys=self._keys(engine, runner),
                     ledger=Ledger(journal),
                     figures=self.figures,
                     output=output,
@@ -189,7 +193,11 @@ class BatchJob:
     def _row_maker(self, engine: Engine) -> RowMaker:
         if self._columns is not None:
             return self._columns
-        return OpenAIRows(model=_name_of(engine), sampling_params=self._config.sampling_params)
+        return OpenAIRows(
+            model=_name_of(engine),
+            sampling_params=self._config.sampling_params,
+            has_tokenizer=not engine.config.skip_tokenizer_init,
+        )
 
     def _output_format(self, engine: Engine) -> OutputFormat:
         if self._is_openai:
@@ -199,9 +207,8 @@ class BatchJob:
             return rows
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
 
-    def _keys(self, engine: Engine) -> Keys:
-        model = fingerprint(engine.config, dtype=engine.get_server_info()["dtype"])
-        return Keys(model, seed=self._config.seed)
+    def _keys(self, engine: Engine, runner: RowRunner) -> Keys:
+        return Keys(fingerprint(engine.config, dtype=runner.facts.dtype), seed=self._config.seed)
 
     def _options(self) -> dict[str, Any]:
         timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}

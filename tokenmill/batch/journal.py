@@ -100,7 +100,7 @@ class Journal:
             self._num_waiting_bytes += len(body)
 
     def commit(self) -> None:
-        """Write what was added: all of it, or, with `JobStopped`, nothing. For one thread.
+        """Write what was added; raises `JobStopped` if not all of it has room. For one thread.
 
         From now on it outlives the process; the machine, with the next `sync`.
         """
@@ -109,16 +109,18 @@ class Journal:
             self._num_waiting_bytes = 0
         if not self._writing:
             return
-        offsets, records, end = [], [], self._end
-        for key, body in self._writing.items():
-            records.append(packed(key, body))
-            offsets.append((key, end))
-            end += len(records[-1])
-        append(self._file, b"".join(records), end=self._end, path=self.path)
+        records = [packed(key, body) for key, body in self._writing.items()]
+        try:
+            append(self._file, b"".join(records), end=self._end, path=self.path)
+        except JobStopped:
+            for record in records:  # some may have room
+                append(self._file, record, end=self._end, path=self.path)
+                self._end += len(record)
+            raise
         with self._lock:
-            self._end = end
-            for key, offset in offsets:
-                self._table.add(key, offset)
+            for key, record in zip(self._writing, records, strict=True):
+                self._table.add(key, self._end)
+                self._end += len(record)
             self._writing = {}
 
     def sync(self) -> None:

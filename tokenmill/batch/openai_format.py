@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenmill.batch.input_record import Record, Source, bad_parameters
 from tokenmill.batch.json_text import json_line
+from tokenmill.batch.openai_parts import PartResults, whole_of
 from tokenmill.errors import InvalidArgument, RowError, did_you_mean
 from tokenmill.frontend.openai import (
     CHAT_URL,
@@ -45,10 +46,20 @@ def is_batch_file(source: Source) -> bool:
 
 
 class OpenAIRows:
-    """Makes items of the lines of a batch file. Its lines come in order when they come for the first time."""
+    """Makes items of the rows of a batch file. Its lines come in order when they come for the first time."""
 
-    def __init__(self, *, model: str, sampling_params: Mapping[str, Any] | None = None) -> None:
-        """`model` is what answers, whatever the lines name; `sampling_params` hold where they are silent."""
+    def __init__(
+        self, *, model: str, sampling_params: Mapping[str, Any] | None = None, has_tokenizer: bool = True
+    ) -> None:
+        """`model` is what answers, whatever the lines name; `sampling_params` hold where they are silent.
+
+        Raises `InvalidArgument` for an engine without a tokenizer.
+        """
+        if not has_tokenizer:
+            raise InvalidArgument(
+                "a batch file of OpenAI's is answered by texts, but this engine has no tokenizer "
+                "(skip_tokenizer_init=True); leave that out, or give rows of input_ids"
+            )
         self._model = model
         self._defaults = dict(sampling_params or {})
         self._url: str | None = None  # that of all lines: the first one's
@@ -76,10 +87,7 @@ class OpenAIRows:
         if url == CHAT_URL:
             return read_chat(body, defaults=self._defaults)
         items = read_completions(body, defaults=self._defaults)
-        if len(items) > 1:
-            raise InvalidArgument(
-                f"prompt is a list of {len(items)} prompts; in a batch file write a line for each of them"
-            )
+        assert len(items) == 1, "lines with several prompts come in parts"
         return items[0]
 
     def _fault_among_others(self, fields: dict[str, Any], *, is_duplicate: bool) -> str | None:
@@ -92,6 +100,7 @@ class OpenAIRows:
 
     def _is_duplicate(self, record: Record) -> bool:
         """Whether an earlier line has this id; looked up when a line comes for the first time, then known."""
+        record = whole_of(record)
         if record.index >= self._num_seen:
             self._num_seen = record.index + 1
             custom_id = None if record.fields is None else record.fields.get("custom_id")
@@ -119,25 +128,34 @@ class OpenAIOutput:
 
     def __init__(self, *, model: str) -> None:
         self._model = model
+        self._parts = PartResults()
 
     def line(self, record: Record, results: Sequence[Mapping[str, Any]]) -> tuple[bytes | None, bytes | None]:
-        """A line for the output file, or one for the error file if any of the results has failed."""
+        """A line for the output file, or one for the error file if any of the results has failed.
+
+        A line in parts is written with the last of them.
+        """
+        taken = self._parts.take(record, results)
+        return (None, None) if taken is None else self._line(*taken)
+
+    def _line(
+        self, record: Record, results: Sequence[Mapping[str, Any]], num_prompts: int
+    ) -> tuple[bytes | None, bytes | None]:
         fields: dict[str, Any] = record.fields or {}
         word = _word(record)
         line = {"id": f"batch_req_{word}", "custom_id": fields.get("custom_id")}
         error = next((result["error"] for result in results if result.get("error") is not None), None)
         if error is None:
-            body = self._body(fields["url"], results, word)
+            if fields["url"] == CHAT_URL:
+                body = chat_completion(results, id=word, model=self._model)
+            else:
+                body = text_completion(results, id=word, model=self._model, num_prompts=num_prompts)
             return json_line({**line, "response": _answer(word, 200, body), "error": None}), None
         # What is no request at all was never answered.
         is_request = _fault(fields) is None
         answer = _answer(word, error["status_code"], error_body(error)) if is_request else None
         told = {"code": error["type"], "message": error["message"]}
         return None, json_line({**line, "response": answer, "error": told})
-
-    def _body(self, url: str, results: Sequence[Mapping[str, Any]], word: str) -> dict[str, Any]:
-        make = chat_completion if url == CHAT_URL else text_completion
-        return make(results, id=word, model=self._model)
 
 
 def _fault(fields: dict[str, Any]) -> str | None:

@@ -23,6 +23,7 @@ from tokenmill.batch.outputs import OutputFormat
 from tokenmill.batch.rows import RowMaker
 from tokenmill.errors import RowError
 from tokenmill.frontend.failures import failed_result
+from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.iteration import Entry, Finished, RowRunner
 
 # Records that are read together: enough to tokenize them in one go.
@@ -32,6 +33,8 @@ _BYTES_AT_ONCE = 4 * 2**20
 _MOST_HELD_ROWS = 20_000
 _MOST_HELD_BYTES = 256 * 2**20
 _PAUSE_SECONDS = 0.005
+
+_Weighed = tuple[Record, int]  # with about how many bytes it holds
 
 
 class Work:
@@ -89,8 +92,8 @@ class Work:
 
     def _entries(self) -> Iterator[list[Entry]]:
         """What must be run, as it is read; rows that are known already get their lines meanwhile."""
-        for records in _batches(self._source):
-            entries = [entry for each in self._read(records) if (entry := self._enter(*each)) is not None]
+        for weighed in _batches(self._source):
+            entries = [entry for each in self._read(weighed) if (entry := self._enter(*each)) is not None]
             if entries:
                 yield entries
             while self._num_held > _MOST_HELD_ROWS or self._held_bytes > _MOST_HELD_BYTES:
@@ -98,35 +101,40 @@ class Work:
                 yield []  # let rows finish before more are read
             self._commits.check()
 
-    def _read(self, records: list[Record]) -> Iterator[tuple[Record, Entry | RowError]]:
-        """Each record with its entry, or with what is wrong with it."""
-        items = [self._maker.item(record) for record in records]
+    def _read(self, weighed: list[_Weighed]) -> Iterator[tuple[_Weighed, Job | RowError]]:
+        """Each record with its requests, or with what is wrong with it."""
+        items = [self._item(record) for record, _ in weighed]
         good = [item for item in items if not _is_error(item)]
         read = iter(self._runner.read(good, sampling_params=self._params, options=self._options))
-        for record, item in zip(records, items, strict=True):
+        for each, item in zip(weighed, items, strict=True):
             self.num_rows += 1
             if _is_error(item):
-                yield record, item  # type: ignore[misc]
+                yield each, item  # type: ignore[misc]
             else:
-                entry = dataclasses.replace(next(read), index=record.index)
-                yield record, entry if entry.error is None else entry.error
+                entry = next(read)
+                yield each, entry.job or entry.error  # type: ignore[misc]
 
-    def _enter(self, record: Record, entry: Entry | RowError) -> Entry | None:
+    def _item(self, record: Record) -> Mapping[str, Any]:
+        item = self._maker.item(record)
+        # Without parameters of its own, a row shares those of all, which are read once.
+        return {name: item[name] for name in item if name != "sampling_params" or item[name]}  # type: ignore
+
+    def _enter(self, weighed: _Weighed, job: Job | RowError) -> Entry | None:
         """What of a row must be run; None if nothing."""
-        if not isinstance(entry, Entry):
-            self._fail(record, entry)
+        record, weight = weighed
+        if not isinstance(job, Job):
+            self._fail(record, job)
             return None
-        assert entry.job is not None
-        requests = entry.job.requests
+        requests = job.requests
         key = self._keys.of(requests)
-        row = OpenRow(record, key, len(requests), _weight(record.fields))
+        row = OpenRow(record, key, len(requests), weight)
         self._ledger.enter(row)
         self._num_held += 1
         self._held_bytes += row.weight
         if row.computing:
             self._flying[record.index] = row
-            job = dataclasses.replace(entry.job, requests=seeded(requests, key))
-            entry = dataclasses.replace(entry, job=job)
+            job = dataclasses.replace(job, requests=seeded(requests, key))
+            entry = Entry(record.index, job, None)
             return entry if len(row.computing) == len(requests) else entry.only(row.computing)
         if not row.num_missing:
             if row.num_new:
@@ -162,13 +170,14 @@ def _is_error(item: Mapping[str, Any]) -> bool:
     return "status_code" in item
 
 
-def _batches(source: Iterable[Record]) -> Iterator[list[Record]]:
+def _batches(source: Iterable[Record]) -> Iterator[list[_Weighed]]:
     """Records in groups, smaller where rows are large."""
-    group: list[Record] = []
+    group: list[_Weighed] = []
     num_bytes = 0
     for record in source:
-        group.append(record)
-        num_bytes += _weight(record.fields)
+        weight = _weight(record.fields)
+        group.append((record, weight))
+        num_bytes += weight
         if len(group) >= _ROWS_AT_ONCE or num_bytes > _BYTES_AT_ONCE:
             yield group
             group, num_bytes = [], 0

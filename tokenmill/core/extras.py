@@ -41,11 +41,13 @@ class RequestExtras:
         # What was shown of the prompt: of all positions from the first wanted to the next that is missing.
         # The chunks of a preempted request come again, cut otherwise.
         options = request.logprobs
+        self._is_prompt_told = bool(request.output_ids)
         self._prompt_logprobs: list[Logprobs] = []
         self._next_logprob = self._num_prompt if options is None else max(1, options.prompt_start)
         self._prompt_hidden: list[FloatArray] = []
         self._next_hidden = 0 if request.hidden_states == "all" else self._num_prompt
-        self._is_prompt_told = False
+        if self._is_prompt_told:
+            self._next_logprob = self._next_hidden = self._num_prompt
         # Of tokens not reported yet; None: they are to be shown without.
         self.logprob_line = None if options is None else LogprobLine(options)
         self._hidden: list[FloatArray] = []  # [1, hidden] each

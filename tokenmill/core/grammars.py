@@ -97,9 +97,12 @@ class Grammars:
 
         def tell(future: Future[Template]) -> None:
             try:
-                done(Guide(future.result().new(), request, end_ids=end_ids))
+                guide = Guide(future.result().new(), request, end_ids=end_ids)
             except BadGrammar as error:
                 done(_refusal(request, error))
+                return
+            failures = map(guide.accept, request.output_ids)
+            done(next(filter(None, failures), guide))
 
         self._compiler.compile(request.grammar).add_done_callback(tell)
 

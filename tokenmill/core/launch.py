@@ -11,8 +11,9 @@ from typing import Any
 from tokenmill import runner
 from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
-from tokenmill.core.process import CoreProcess
-from tokenmill.errors import EngineClosed, EngineDead, WrongState
+from tokenmill.core.restart import LastingCore
+from tokenmill.core.watchdog import Watchdog
+from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
 from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
 
 
@@ -22,7 +23,7 @@ def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
     `deliver` gets the Outputs of a step, `died` the error that ended the loop, each from a core thread.
     """
     if config.core_process:
-        return CoreProcess(config, deliver=deliver, died=died)
+        return LastingCore(config, deliver=deliver, died=died)
     return CoreThread(partial(runner.start, config), config, deliver=deliver, died=died)
 
 
@@ -42,6 +43,8 @@ class CoreThread:
         self._state = threading.Condition()
         self._ended: BaseException | None = None  # why no more messages are taken
         self._calls: set[Future[Any]] = set()
+        self._has_stalled = False
+        self._left = threading.Event()  # the thread has ended, or it stalled and nobody waits for it
         started: Future[EngineFacts] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(open_mill, config, deliver, started), name="tokenmill-core", daemon=True
@@ -87,7 +90,9 @@ class CoreThread:
                 self._ended = EngineClosed("the engine was shut down")
                 self._inbox.put(Close())
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._left.wait()
+            if not self._has_stalled:
+                self._thread.join()
 
     def _put(self, message: Submit | Cancel) -> None:
         with self._state:
@@ -103,9 +108,7 @@ class CoreThread:
         if isinstance(self._ended, EngineClosed):
             raise EngineClosed("the engine was shut down; make a new one")
         if self._ended is not None:
-            raise EngineDead(
-                f"the engine ended by an error: {self._ended!r}; make a new one"
-            ) from self._ended
+            raise engine_dead(self._ended)
 
     def _run(
         self,
@@ -118,21 +121,36 @@ class CoreThread:
             mill = open_mill()
             loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver)
         except BaseException as error:
+            self._left.set()
             started.set_exception(error)
             return
         started.set_result(mill.facts)
+        watchdog = Watchdog(loop, config.watchdog_timeout, stalled=self._give_up)
         try:
             loop.run()
         except BaseException as error:
             self._end(error)
         finally:
+            watchdog.close()
             self._fail_calls()
             mill.close()
+            self._left.set()
 
     def _end(self, error: BaseException) -> None:
         with self._state:
+            if self._has_stalled:  # and everybody has heard of it
+                return
             self._ended = error
         self._died(error)
+
+    def _give_up(self, error: EngineDead) -> None:
+        """The loop hangs: tell everybody. Should it come back, it ends and frees its memory."""
+        self._end(error)
+        with self._state:
+            self._has_stalled = True
+            self._inbox.put(Close())
+        self._fail_calls()
+        self._left.set()
 
     def _fail_calls(self) -> None:
         with self._state:

@@ -23,6 +23,7 @@ from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler
+from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
@@ -93,6 +94,12 @@ class Loop:
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
         self._closing = False
+        self.pulse = Pulse()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run. May be asked by any thread."""
+        return self._scheduler.num_waiting + self._scheduler.num_running
 
     @property
     def facts(self) -> EngineFacts:
@@ -100,6 +107,7 @@ class Loop:
 
     def run(self) -> None:
         """Returns after `Close`; requests that are still alive then are reported as aborted."""
+        self.pulse.is_resting = False
         while not self._closing:
             self._drain()
             if self._deadlines:
@@ -109,6 +117,7 @@ class Loop:
             if can_run:
                 self._turn()
                 self._control.stepped()
+        self.pulse.is_resting = True
         self._send(self._scheduler.abort_all("the engine was shut down"))
         self._grammars.close()
 
@@ -141,6 +150,7 @@ class Loop:
     def _collect(self) -> None:
         """Take in the oldest step."""
         result = self._runner.collect()
+        self.pulse.num_steps += 1
         scheduler = self._scheduler
         self._watch.note(has_steps=scheduler.num_in_flight > 1, has_requests=True)
         outputs = scheduler.take_in(result)
@@ -152,13 +162,18 @@ class Loop:
         self._let_go()
         if (self._scheduler.is_asleep or self._control.stands_still) and not self._closing:
             with contextlib.suppress(queue.Empty):
-                self._handle(self._inbox.get(timeout=self._deadlines.seconds_left()))
+                self._handle(self._sleep())
         while not self._closing:
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 return
             self._handle(message)
+
+    def _sleep(self) -> Message:
+        """The next message; raises `queue.Empty` when a deadline is there before it."""
+        with self.pulse.resting():
+            return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -175,7 +190,8 @@ class Loop:
                 if self._held:  # it may be meant for requests among them
                     self._held.append(message)
             case Call():
-                self._answer(message)
+                with self.pulse.resting():
+                    self._answer(message)
             case Close():
                 self._closing = True
 

@@ -1,33 +1,46 @@
 """The core in a process of its own: the same loop, its messages pickled over a socket pair.
 
 The child is started from this module, never from the user's main script, so no `__main__` guard is needed.
-It ends when the parent closes the socket, also when the parent dies.
+It ends when the parent closes the socket, also when the parent dies, whatever it does then. That another
+takes a dead one's place is the matter of `restart.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import fcntl
+import multiprocessing
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenmill import runner
 from tokenmill.config import EngineConfig
-from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
+from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit, build_loop
+from tokenmill.core.watchdog import Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, told
 from tokenmill.messages import DeathSink, EngineFacts, Output, Request, Sink
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+# How long a process that was told to end may take to do so by itself.
+_SECONDS_TO_END = 10.0
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class CoreLost(EngineDead):
+    """The core's process is gone, or cannot go on, and did not answer."""
 
 
 # ── what crosses the socket ───────────────────────────────────────────────────────────────────
@@ -66,23 +79,46 @@ class _Died:
 
 
 class CoreProcess:
-    """The core behind a socket. Every method may be called from any thread."""
+    """One process with a core, behind a socket. Every method may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, *, deliver: Sink, died: DeathSink) -> None:
+    def __init__(self, *, deliver: Sink, died: DeathSink) -> None:
+        """Start the process; it does nothing until `start`. The sinks are called by a thread of its own."""
         self._deliver = deliver
         self._died = died
-        self._process, self._pipe = _spawn()
+        self._process, self._pipe, self._lifeline = _spawn()
         # Reentrant: the garbage collector may cancel or close while this thread holds it.
         self._state = threading.RLock()
         self._ended: BaseException | None = None  # why no more messages are taken
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
-        self.facts: EngineFacts = self._start(config)
+        self._reader: threading.Thread | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more messages."""
+        return self._ended is not None
+
+    def start(self, config: EngineConfig) -> EngineFacts:
+        """Load the model; returns when requests can be submitted. Raises what the loading raises."""
+        try:
+            self._pipe.send(config)
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            answer = _Died(CoreLost(f"the core's process ended while it started: {self._exit_status()}"))
+        except BaseException:  # Ctrl-C while the model loads
+            self.kill()
+            raise
+        if isinstance(answer, _Died):
+            self._exit_status()
+            self._let_go()
+            raise answer.error
+        assert isinstance(answer, _Started)
         self._reader = threading.Thread(target=self._read, name="tokenmill-core-reader", daemon=True)
         self._reader.start()
+        return answer.facts
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""
+        """Hand over validated requests; raises `CoreLost` once the process has ended."""
         self._send(Submit(requests))
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -90,7 +126,10 @@ class CoreProcess:
         self._send(Cancel(request_ids))
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Ask the core between two steps and wait for the answer; its errors are raised here."""
+        """Ask the core between two steps and wait for the answer; its errors are raised here.
+
+        Raises `CoreLost` if the process ends before it answers.
+        """
         answer: Future[Any] = Future()
         try:
             pickled = pickle.dumps(arguments)
@@ -101,50 +140,48 @@ class CoreProcess:
             self._num_calls += 1
             number = self._num_calls
             self._calls[number] = answer
-            self._pipe.send(_Ask(number, name, pickled))
+            self._send(_Ask(number, name, pickled))
         return answer.result()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """Abort what is left and end the process. Idempotent."""
-        with self._state:
+        if not self._state.acquire(
+            timeout=_SECONDS_TO_END
+        ):  # somebody writes to a process that does not read
+            self.kill()
+            self._state.acquire()
+        try:
             if self._ended is None:
                 self._ended = EngineClosed("the engine was shut down")
                 with contextlib.suppress(OSError):
                     self._pipe.send(Close())
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
-        self._process.wait()
-
-    def _start(self, config: EngineConfig) -> EngineFacts:
+        finally:
+            self._state.release()
         try:
-            self._pipe.send(config)
-            answer = self._pipe.recv()
-        except (EOFError, OSError):
-            answer = _Died(EngineDead(f"the core's process ended while it started: {self._exit_status()}"))
-        except BaseException:  # Ctrl-C while the model loads
-            self._process.kill()
-            raise
-        if isinstance(answer, _Died):
-            self._process.wait()
-            raise answer.error
-        assert isinstance(answer, _Started)
-        return answer.facts
+            self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._reader is not None and threading.current_thread() is not self._reader:
+            self._reader.join()
 
-    def _send(self, message: Submit | Cancel) -> None:
+    def _send(self, message: Submit | Cancel | _Ask) -> None:
         with self._state:
             self._raise_if_ended()
             try:
                 self._pipe.send(message)
             except OSError as error:  # it died a moment ago; the reader tells everybody else
-                raise EngineDead("the core's process has ended") from error
+                raise CoreLost("the core's process has ended") from error
 
     def _raise_if_ended(self) -> None:
         if isinstance(self._ended, EngineClosed):
             raise EngineClosed("the engine was shut down; make a new one")
         if self._ended is not None:
-            raise EngineDead(
-                f"the engine ended by an error: {self._ended!r}; make a new one"
-            ) from self._ended
+            raise CoreLost("the core's process has ended") from self._ended
 
     def _read(self) -> None:
         """Hand what the child sends to the sinks until the socket closes."""
@@ -172,34 +209,48 @@ class CoreProcess:
             waiting.set_exception(answer.error)
 
     def _end(self, death: BaseException | None) -> None:
+        status = self._exit_status()
         with self._state:
             closed = isinstance(self._ended, EngineClosed)
             if self._ended is None:
-                self._ended = death or EngineDead(f"the core's process ended: {self._exit_status()}")
+                self._ended = death or CoreLost(f"the core's process was {status}")
             calls, self._calls = self._calls, {}
+            self._let_go()
         for waiting in calls.values():
-            waiting.set_exception(EngineDead(f"the engine ended before it answered: {self._ended!r}"))
-        self._pipe.close()
+            waiting.set_exception(CoreLost(f"the engine ended before it answered: {self._ended!r}"))
         if not closed:
             self._died(self._ended)
 
+    def _let_go(self) -> None:
+        self._pipe.close()
+        self._lifeline.close()
+
     def _exit_status(self) -> str:
-        code = self._process.wait()
-        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        """How the process ended; one that let go of its socket and lives on is killed."""
+        try:
+            code = self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.returncode
+        return f"killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
+def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:
+    """The process, our end of its socket, and our end of its lifeline."""
     ours, theirs = socket.socketpair()
+    their_lifeline, our_lifeline = multiprocessing.Pipe(duplex=False)
+    passed = [theirs.fileno(), their_lifeline.fileno()]
     paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tokenmill.core.process", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
+        [sys.executable, "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
+        pass_fds=passed,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # Ctrl-C is the parent's to handle
     )
     theirs.close()
-    return process, Connection(ours.detach())
+    their_lifeline.close()
+    return process, Connection(ours.detach()), our_lifeline
 
 
 # ── the child's side ──────────────────────────────────────────────────────────────────────────
@@ -208,8 +259,9 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
 class _Child:
     """Serves one engine over the socket; `main` is the whole life of the process."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, parent_id: int) -> None:
         self._pipe = pipe
+        self._parent_id = parent_id
         self._write = threading.Lock()
         self._inbox: Inbox = Inbox()
 
@@ -217,16 +269,28 @@ class _Child:
         """Load, tell the facts, run the loop until the parent closes or goes away."""
         try:
             config = self._pipe.recv()
-            mill = runner.start(config)
-            loop = build_loop(
-                mill, config, inbox=self._inbox, deliver=lambda outputs: self._send(_Outputs(outputs))
-            )
-            self._send(_Started(mill.facts))
-            threading.Thread(target=self._receive, daemon=True).start()
-            loop.run()
-            mill.close()
+        except (EOFError, OSError):
+            return
+        for work in (self._receive, self._watch_parent):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            self._serve(config)
         except BaseException as error:
-            self._send(_Died(_portable(error)))
+            self._end(error)
+
+    def _serve(self, config: EngineConfig) -> None:
+        mill = runner.start(config)
+        loop = build_loop(mill, config, inbox=self._inbox, deliver=lambda outputs: self._tell(loop, outputs))
+        self._send(_Started(mill.facts))
+        watchdog = Watchdog(loop, config.watchdog_timeout, stalled=self._end)
+        loop.run()
+        watchdog.close()
+        mill.close()
+
+    def _tell(self, loop: Loop, outputs: Sequence[Output]) -> None:
+        """A parent that does not read, because it is stopped, is no stall of ours."""
+        with loop.pulse.resting():
+            self._send(_Outputs(outputs))
 
     def _receive(self) -> None:
         while True:
@@ -239,6 +303,12 @@ class _Child:
             elif (call := self._call(message)) is not None:
                 self._inbox.put(call)
 
+    def _watch_parent(self) -> None:
+        """A second net: a process that was forked from the parent may keep the socket open."""
+        while os.getppid() == self._parent_id:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os._exit(0)
+
     def _call(self, ask: _Ask) -> Call | None:
         """The call; None if its arguments cannot be read, which its caller is told."""
 
@@ -248,12 +318,30 @@ class _Child:
         try:
             return Call(ask.name, pickle.loads(ask.arguments), reply)
         except BaseException as error:  # an object may do anything while it is unpickled
-            reply(None, InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}"))
+            refusal = InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}")
+            # This thread must never wait for the parent to read.
+            threading.Thread(target=reply, args=(None, refusal), daemon=True).start()
             return None
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Tell what happened, and end at once, whatever else runs or hangs."""
+        with contextlib.suppress(OSError):
+            self._send(_Died(_portable(error)))
+        os._exit(1)
 
     def _send(self, message: _Started | _Outputs | _Answer | _Died) -> None:
         with self._write:
             self._pipe.send(message)
+
+
+def _hold_on(lifeline: int) -> None:
+    """Have the system end this process when the other end is closed, even if Python hangs in foreign code.
+
+    The signal comes when there is something to read, and nothing is ever written.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -271,4 +359,8 @@ if __name__ == "__main__":
     # Run as a module this file is `__main__`; the messages must carry the importable names.
     from tokenmill.core.process import _Child as Child
 
-    Child(Connection(int(sys.argv[1]))).main()
+    faulthandler.enable()  # a crash shows where it happened
+    main_pipe, lifeline, parent_id = map(int, sys.argv[1:])
+    _hold_on(lifeline)
+    os.set_inheritable(main_pipe, False)
+    Child(Connection(main_pipe), parent_id).main()

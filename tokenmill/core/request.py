@@ -81,10 +81,10 @@ class RequestState:
         self.stop_ids = frozenset(request.stop_ids)
         # Prompt and output ids known to the host; filled at admission, so that long queues stay small.
         self.tokens: array[int] = array("i")
-        self.total = self.num_prompt
+        self.total = self.num_prompt + len(request.output_ids)
         self.slot = NO_SLOT
         self.pages: RowPages | None = None
-        self.num_reported = 0
+        self.num_reported = len(request.output_ids)
         self.report_at = 0  # number of known tokens at which the next Output is due
         self.num_retractions = 0
         self.cached_tokens = 0  # prompt tokens that the first admission found
@@ -124,9 +124,10 @@ class RequestState:
         return None if self.extras is None or self.finish is not None else self.extras.logprob_line
 
     def load_tokens(self) -> None:
-        """Fill `tokens` from the prompt, if this is the first admission."""
+        """Fill `tokens` from the request, if this is the first admission."""
         if not self.tokens:
             self.tokens.frombytes(self.request.prompt_ids.tobytes())
+            self.tokens.extend(self.request.output_ids)
 
     def report(self, finish: Finish | None) -> Output:
         """The tokens not reported yet, and the end if this is it."""

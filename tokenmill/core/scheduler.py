@@ -22,7 +22,7 @@ from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState,
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, StepPlan, StepResult
 
-_CANCELLED = "The request was aborted by its caller."
+CANCELLED = "The request was aborted by its caller."
 
 
 class Scheduler:
@@ -143,7 +143,7 @@ class Scheduler:
     def cancel(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests at once, with the tokens not reported yet. Unknown ids are ignored."""
         found = [self._states[id] for id in dict.fromkeys(request_ids) if id in self._states]
-        return self._abort(found, _CANCELLED)
+        return self._abort(found, CANCELLED)
 
     def time_out(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests whose `timeout_seconds` are over. Unknown ids are ignored."""

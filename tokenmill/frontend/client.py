@@ -24,6 +24,7 @@ from tokenmill.errors import (
     InvalidArgument,
     TokenmillError,
     WrongState,
+    engine_dead,
     request_error,
 )
 from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 _TIMED_OUT = 408
 # How long a call that was interrupted waits for the tokens of what it ends: a step or two.
 _GIVE_UP_SECONDS = 5.0
+# A signal that another thread received does not wake the main one, which handles it when it looks.
+_LOOK_SECONDS = 0.2
 
 
 class Client:
@@ -141,7 +144,7 @@ class Client:
                     report(advanced)
                     make_shown(call.shown, call.shape)
                 else:
-                    woken.get()
+                    _sleep(woken, _LOOK_SECONDS)
 
     def _give_up(self, call: Call, woken: queue.SimpleQueue[None]) -> None:
         """End what has not finished, and wait a moment for the tokens that it came to."""
@@ -150,8 +153,7 @@ class Client:
         due = time.perf_counter() + _GIVE_UP_SECONDS
         while call.num_unfinished and (left := due - time.perf_counter()) > 0:
             if not self.advance(call, partial(woken.put, None)):
-                with contextlib.suppress(queue.Empty):
-                    woken.get(timeout=left)
+                _sleep(woken, left)
         if call.num_unfinished:
             self.drop(call)
             call.put([failure(row, INTERRUPTED) for row in call.rows if row.finish is None])
@@ -277,7 +279,10 @@ class Client:
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.running)
-            self._core.submit([dataclasses.replace(row.request, id=row.name) for row in call.running])
+            with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
+                self._core.submit(call.requests)
+            if interrupts.happened:
+                raise KeyboardInterrupt
         except BaseException:
             self.drop(call)
             raise
@@ -380,7 +385,7 @@ class Client:
         if self._closed:
             raise EngineClosed("the engine was shut down; make a new one")
         if self._dead is not None:
-            raise _engine_dead(self._dead)
+            raise engine_dead(self._dead)
 
     def _raise_if_released(self) -> None:
         if self._released:
@@ -408,7 +413,13 @@ class Client:
         with self._lock:
             self._dead = error
             flying = self._forget_all()
-        _fail(flying, lambda: _engine_dead(error))
+        _fail(flying, lambda: engine_dead(error))
+
+
+def _sleep(woken: queue.SimpleQueue[None], seconds: float) -> None:
+    """Until somebody puts something in, but no longer than that."""
+    with contextlib.suppress(queue.Empty):
+        woken.get(timeout=seconds)
 
 
 # ── failures, ids ────────────────────────────────────────────────────────────────────────
@@ -440,9 +451,3 @@ def _is_made_of(other: str, request_id: str) -> bool:
     if not request_id or not other.startswith(request_id):
         return False
     return not other[len(request_id) :][:1].isalnum()
-
-
-def _engine_dead(cause: BaseException) -> EngineDead:
-    error = EngineDead(f"the engine ended by an error: {cause!r}; make a new one")
-    error.__cause__ = cause
-    return error

@@ -238,7 +238,8 @@ class InputReader:
         sound = [each for each in read if each is not None]
         if len(sound) == len(read):
             return sound
-        n = sound[0].params.n if sound else self._as_given(given[0], "n")
+        # One number holds for all; where it is at fault it counts as 1.
+        n = sound[0].params.n if sound else max(self._as_given(item, "n") for item in given)
         return [each or self._stand_in(item, n) for item, each in zip(given, read, strict=True)]
 
     def _stand_in(self, value: Any, n: int) -> Settings:

@@ -18,7 +18,7 @@ COMPLETIONS_URL = "/v1/completions"
 CREATED = 0
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_MOST_PROMPTS = 65_536
+MOST_PROMPTS = 65_536
 # Sampling parameters under the same name on both sides, with those of ours that OpenAI has not.
 _SAME = {
     *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -201,8 +201,8 @@ def _prompts(value: Any) -> list[dict[str, Any]]:
         kinds = set(map(type, value))
         if kinds == {int}:
             return [{"input_ids": value}]
-        if len(value) > _MOST_PROMPTS:
-            raise InvalidArgument(f"prompt has {len(value)} prompts; at most {_MOST_PROMPTS} are allowed")
+        if len(value) > MOST_PROMPTS:
+            raise InvalidArgument(f"prompt has {len(value)} prompts; at most {MOST_PROMPTS} are allowed")
         if kinds == {str}:
             return [{"prompt": text} for text in value]
         if kinds == {list}:

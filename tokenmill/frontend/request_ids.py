@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from tokenmill.errors import InvalidArgument, WrongType
@@ -14,12 +15,12 @@ def request_ids(rid: Any, count: int, *, single: bool, n: int, faults: Faults = 
     """The ids of `count * n` requests: given ones (numbered where several share one), or random ones."""
     if rid is None:
         return _random_ids(count * n)
-    if isinstance(rid, str):
-        if not rid:
-            raise InvalidArgument("rid is empty; leave it out for a random id")
-        bases = [rid] if single else [f"{rid}_{index}" for index in range(count)]
-    else:
+    if isinstance(rid, list | tuple):
         bases = _listed_ids(rid, count, single=single, faults=faults)
+    elif single:
+        bases = _or_random(faults.each("rid", [rid], lambda _, each: _common_id(each), None))
+    else:
+        bases = [f"{_common_id(rid)}_{index}" for index in range(count)]
     ids = bases if n == 1 else [f"{base}_{sample}" for base in bases for sample in range(n)]
     if len(set(ids)) < len(ids):
         seen: set[str] = set()
@@ -31,22 +32,31 @@ def request_ids(rid: Any, count: int, *, single: bool, n: int, faults: Faults = 
     return ids
 
 
-def _listed_ids(rid: Any, count: int, *, single: bool, faults: Faults) -> list[str]:
-    if not isinstance(rid, list | tuple):
-        raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
+def _listed_ids(rid: Sequence[Any], count: int, *, single: bool, faults: Faults) -> list[str]:
     if single or len(rid) != count:
         wanted = "a single one; give one string" if single else f"{count}; give one for each prompt"
         raise InvalidArgument(f"rid is a list of {len(rid)}, but the prompts are {wanted}")
-    given = faults.each("rid", rid, _checked, None)
-    return [each or drawn for each, drawn in zip(given, _random_ids(count), strict=True)]
+    return _or_random(faults.each("rid", rid, _own_id, None))
 
 
-def _checked(index: int, rid: Any) -> str | None:
+def _own_id(index: int, rid: Any) -> str | None:
     if rid is not None and not isinstance(rid, str):
         raise WrongType(f"rid[{index}] must be a string, got {show(rid)}")
     if rid == "":
         raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
     return rid
+
+
+def _common_id(rid: Any) -> str:
+    if not isinstance(rid, str):
+        raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
+    if not rid:
+        raise InvalidArgument("rid is empty; leave it out for a random id")
+    return rid
+
+
+def _or_random(ids: Sequence[str | None]) -> list[str]:
+    return [given or drawn for given, drawn in zip(ids, _random_ids(len(ids)), strict=True)]
 
 
 def _random_ids(count: int) -> list[str]:
