@@ -118,7 +118,7 @@ def check_output(path: Path) -> set[int]:
 def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path: Path, jobs: Jobs) -> None:
     source, output, calm = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "calm.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(NUM_ROWS)))
-    # In float32 a CPU computes a row alike in any batch; in bfloat16 its sums depend on how many rows there are.
+    # In float32 a CPU computes a row alike in any batch; in bfloat16 sums depend on how many rows there are.
     job = {
         "source": source,
         "model_path": "tiny",

@@ -35,7 +35,6 @@ from tokenmill.batch.table_output import TableOutput
 from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
-from tokenmill.frontend.iteration import RowRunner
 from tokenmill.frontend.planning import Plan
 from tokenmill.sampling_params import SamplingParams, check_whole, show
 
@@ -132,7 +131,7 @@ class BatchJob:
                 engine,
                 sampling_params=self._row_params,
                 options=self._options(),
-                keys=self._keys(engine, engine.open_rows()),
+                keys=self._keys(engine),
             )
         save_plan(made, self._source, self.files.plan)
         return made
@@ -165,14 +164,13 @@ class BatchJob:
             output = _opened(stack, self.files.output if table is None else table.lines_path)
             errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
             outputs = [output] if errors is None else [output, errors]
-            runner = engine.open_rows()
             with Commits(journal, outputs) as commits:
                 work = Work(
                     self._source,
                     maker,
                     form,
-                    runner=runner,
-                    keys=self._keys(engine, runner),
+                    runner=engine.open_rows(),
+                    keys=self._keys(engine),
                     ledger=Ledger(journal),
                     figures=self.figures,
                     output=output,
@@ -207,8 +205,9 @@ class BatchJob:
             return rows
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
 
-    def _keys(self, engine: Engine, runner: RowRunner) -> Keys:
-        return Keys(fingerprint(engine.config, dtype=runner.facts.dtype), seed=self._config.seed)
+    def _keys(self, engine: Engine) -> Keys:
+        model = fingerprint(engine.config, dtype=engine.open_rows().facts.dtype)
+        return Keys(model, seed=self._config.seed)
 
     def _options(self) -> dict[str, Any]:
         timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}
