@@ -82,7 +82,7 @@ def test_long_jobs_are_guessed_from_groups_of_neighbours(tiny_engine: Any) -> No
     assert plan.invalid_rows == pytest.approx(200, rel=0.1)
     assert plan.requests == pytest.approx(19_800, rel=0.01)
     assert plan.max_output_tokens == pytest.approx(2 * 19_800, rel=0.01)
-    assert plan.cached_share > 0.8
+    assert plan.cached_share > 0.6
 
 
 def test_huge_rows_do_not_fill_the_memory(tiny_engine: Any) -> None:
