@@ -1,9 +1,10 @@
 """Throughput of a batch job beside plain `generate` on the same rows, in turns, and the memory of large jobs.
 
 Run `python benchmarks/batch_jobs.py [--model tiny] [--rows 2000] [--rounds 5] [--max-new-tokens 32] [--sizes
-10000 100000] [--stand-in]`. Prints rows per second of both and the median ratio; then, for each size, by how
-much the peak of the process' memory grew, rows per second of a new job, and of one that only replays its
-journal. With `--stand-in` the core answers every row at once, without a model: what is left is work on rows.
+10000 100000] [--stand-in]`. Prints rows per second of both and the median ratios of time and of work (of all
+threads); then, for each size, by how much memory grew at most and rows per second, of a new job and of one
+that only replays its journal. With `--stand-in` the core answers every row at once, without a model: what is
+left is work on rows.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import gc
 import json
 import statistics
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
-from iteration import peak_mebibytes, seconds_of, use_stand_in
+from iteration import mebibytes, seconds_of, use_stand_in
 
 import tokenmill as sgl
 from tokenmill import batch
@@ -35,29 +37,56 @@ def measure_ratio(
 ) -> None:
     source = folder / "rows.jsonl"
     prompts = write_rows(source, options.rows)
-    ratios = []
+    walls, works = [], []
     for turn in range(options.rounds + 1):
+        output = folder / f"answers{turn}.jsonl"
         engine.flush_cache()
         plain = seconds_of(lambda: engine.generate(prompts, params))
         engine.flush_cache()
-        output = folder / f"answers{turn}.jsonl"
-        job = seconds_of(lambda path=output: batch.run(source, path, engine=engine, sampling_params=params))
+        job = seconds_of(lambda path=output: run(source, path, engine, params))
         if turn:  # the first one warms up
-            ratios.append(plain / job)
-            rates = f"generate {options.rows / plain:9,.0f} rows/s  job {options.rows / job:9,.0f} rows/s"
+            walls.append(plain[0] / job[0])
+            works.append(plain[1] / job[1])
+            rates = (
+                f"generate {options.rows / plain[0]:9,.0f} rows/s  job {options.rows / job[0]:9,.0f} rows/s"
+            )
             print(rates, flush=True)
-    print(f"a job reaches {statistics.median(ratios):.1%} of generate (median of {len(ratios)})")
+    wall, work = statistics.median(walls), statistics.median(works)
+    print(f"a job has {wall:.1%} of the throughput of generate, and {work:.1%} by processor time")
+
+
+def run(source: Path, output: Path, engine: sgl.Engine, params: dict[str, Any]) -> None:
+    batch.run(source, output, engine=engine, sampling_params=params)
+
+
+class Peak:
+    """The most memory that the process has during a `with` block, above what it had before, in MiB."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.grown, self._before = 0.0, mebibytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            self.grown = max(self.grown, mebibytes() - self._before)
 
 
 def measure_size(engine: sgl.Engine, folder: Path, count: int, params: dict[str, Any]) -> None:
     source, output = folder / f"{count}.jsonl", folder / f"{count}.out.jsonl"
     write_rows(source, count)
-    gc.collect()
-    before = peak_mebibytes()
-    new = seconds_of(lambda: batch.run(source, output, engine=engine, sampling_params=params))
-    again = seconds_of(lambda: batch.run(source, output, engine=engine, sampling_params=params))
-    rates = f"new {count / new:9,.0f} rows/s  replayed {count / again:9,.0f} rows/s"
-    print(f"{count:>9,} rows  peak memory +{peak_mebibytes() - before:6.1f} MiB  {rates}", flush=True)
+    for kind in ("new", "replayed"):
+        with Peak() as peak:
+            seconds, _ = seconds_of(lambda: run(source, output, engine, params))
+        rate = f"{count / seconds:9,.0f} rows/s"
+        print(f"{count:>9,} rows {kind:>8}  memory +{peak.grown:6.1f} MiB  {rate}", flush=True)
 
 
 def main() -> None:
