@@ -261,7 +261,7 @@ class _Options:
         ids = partial(_token_ids, vocab_size=vocab_size)
         value = self._given.get(name)
         if self._single:
-            return self._faults.each(name, [value], lambda _, item: ids(name, item), ())
+            return self._faults.each(name, [value], lambda _, item: ids(name, _flat(name, item)), ())
         items = _listed(name, value)
         if all(isinstance(plain(item), int) for item in items):
             return [ids(name, items)] * self._count
@@ -297,6 +297,16 @@ def _timeout(name: str, value: Any) -> float | None:
     if isinstance(value, float) and value == math.inf:
         return None
     return check_real(name, value, minimum=0, above=True, remedy="; seconds, or None for no limit")
+
+
+def _flat(name: str, value: Any) -> list[Any]:
+    """The ids for a single prompt, which are not in a list for each of several."""
+    items = _listed(name, value)
+    if any(not isinstance(plain(item), int) for item in items):
+        raise InvalidArgument(
+            f"{name} must be one list of token ids, because there is one prompt, got {show(value)}"
+        )
+    return items
 
 
 def _token_ids(name: str, value: Any, *, vocab_size: int) -> tuple[int, ...]:

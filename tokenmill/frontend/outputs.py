@@ -259,6 +259,8 @@ def finish_reason(finish: Finish) -> dict[str, Any]:
             return {"type": "stop", "matched": finish.matched}
         case "length":
             return {"type": "length", "length": finish.length}
+        case "repetition":
+            return {"type": "repetition", "period": finish.period, "count": finish.count}
         case "abort":
             return {
                 "type": "abort",
