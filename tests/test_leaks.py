@@ -70,12 +70,12 @@ def measure(count: int, arguments: str) -> tuple[dict[str, int], dict[str, int],
     return before, after, num_alive
 
 
-@pytest.mark.parametrize(("count", "arguments"), [(22, "{}"), (2, '{"core_process": true}')])
+@pytest.mark.parametrize(("count", "arguments"), [(15, "{}"), (2, '{"core_process": true}')])
 def test_nothing_is_left_of_many_engines(count: int, arguments: str) -> None:
     before, after, num_alive = measure(count, arguments)
     assert num_alive == 0
     for what in ("threads", "tasks", "files", "children"):
         assert after[what] <= before[what], what
-    assert after["children"] == 0
+    assert (after["children"], after["threads"]) == (0, 1)
     assert after["objects"] - before["objects"] < 10 * count
     assert after["megabytes"] - before["megabytes"] < count

@@ -72,12 +72,13 @@ class Request:
     output_ids: tuple[int, ...] = ()
 
 
-FinishKind = Literal["stop", "length", "abort"]
+FinishKind = Literal["stop", "length", "repetition", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a request ended: a token id or string matched, a length was reached, or it was aborted.
+    """Why a request ended: a token id or string matched, a length was reached, it went round in circles, or
+    it was aborted.
 
     An abort with a `status_code` is a failure of the request itself: 400 for what its caller gave, 408 for a
     timeout, 500 for what broke inside, 503 for a full queue. Its `error_type` is a word of `errors.py`.
@@ -86,6 +87,8 @@ class Finish:
     kind: FinishKind
     matched: int | str | None = None
     length: int | None = None
+    period: int | None = None  # tokens of the cycle that was repeated,
+    count: int | None = None  # and how often it stood there
     message: str | None = None
     status_code: int | None = None
     error_type: str | None = None
@@ -270,17 +273,31 @@ class TokenMasks:
     bits: IntArray  # [M, ceil(vocabulary / 32)]; tokens past the last word are not allowed
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a row gave no token and has to end; the last two as in `Finish`."""
+
+    message: str
+    error_type: str = "internal"
+    status_code: int = 500
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What one step produced, in the order of its plan's rows."""
 
-    token_ids: IntArray  # [R] token drawn; -1 where the row did not sample
+    token_ids: IntArray  # [R] token drawn; below 0 where the row did not sample, or failed
     logprobs: Logprobs | None = None  # of the tokens drawn, [rows that sample]; None: no row wants them
     # (row, prompt position of the first, log-probabilities of the positions this step found out)
     prompt_logprobs: tuple[tuple[int, int, Logprobs], ...] = ()
     # (row, position of the first, final hidden states [tokens, hidden])
     hidden_states: tuple[tuple[int, int, FloatArray], ...] = ()
-    failures: tuple[tuple[int, str], ...] = ()  # (row, what went wrong); its token is void
+    failures: tuple[tuple[int, Failure], ...] = ()  # (row, what went wrong); its token is void
+    # Rows that were not computed, because a row that failed left out keys and values that they read.
+    postponed: tuple[int, ...] = ()
+    # Pages of the first group that this step did not write although it should have. Whoever reads one of
+    # them is to be computed anew; the rows that do so in steps already launched come back as postponed.
+    lost_pages: tuple[int, ...] = ()
 
 
 class Runner(Protocol):

@@ -175,6 +175,11 @@ def _max_new_tokens(name: str, value: object) -> int | None:
     return None if value is None else check_whole(name, value, minimum=0, remedy=remedy)
 
 
+def _max_repetitions(name: str, value: object) -> int | None:
+    remedy = "; use None to let an output repeat itself"
+    return None if value is None else check_whole(name, value, minimum=2, remedy=remedy)
+
+
 def _listed(name: str, value: Any) -> list[Any]:
     """The items of a list, tuple, set, range, array or tensor; one bare string or number is no list."""
     if isinstance(value, range) and value:
@@ -302,6 +307,7 @@ _RULES: dict[str, _Rule] = {
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
     "ignore_eos": check_flag,
+    "max_repetitions": _max_repetitions,
     "skip_special_tokens": check_flag,
     "spaces_between_special_tokens": check_flag,
     "no_stop_trim": check_flag,
@@ -352,6 +358,9 @@ class SamplingParams:
     stop_regex: tuple[str, ...] = _arg((), "pattern whose match ends the output, one or several")
     stop_token_ids: tuple[int, ...] = _arg((), "token ids that end the output")
     ignore_eos: bool = _arg(False, "go on after the model's end-of-text tokens")
+    max_repetitions: int | None = _arg(
+        None, "ends an output whose last tokens are one cycle, standing so many times in a row"
+    )
     skip_special_tokens: bool = _arg(True, "leave special tokens out of the text")
     spaces_between_special_tokens: bool = _arg(True, "put spaces between special tokens in the text")
     no_stop_trim: bool = _arg(False, "keep the stop string or token in the text")

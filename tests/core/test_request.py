@@ -49,15 +49,15 @@ def test_reports_are_due_at_the_first_token_at_the_interval_and_never_after_the_
 ) -> None:
     state = RequestState(make_request("a", [1, 2], 6, report_interval=3), arrival=0)
     state.load_tokens()
-    assert state.report_at == 3
+    assert state.due_at == 3
     state.tokens.append(6)
     output = state.report(None)
     assert (output.token_ids, output.finish) == ([6], None)
-    assert state.report_at == 6
+    assert state.due_at == 6
     state.tokens.extend([7, 8, 9])
     output = state.report(None)
     assert (output.token_ids, output.finish) == ([7, 8, 9], None)
-    assert state.report_at == state.limit == 8
+    assert state.due_at == state.limit == 8
     state.tokens.append(4)
     finish = Finish("stop", matched=4)
     output = state.report(finish)
@@ -66,7 +66,7 @@ def test_reports_are_due_at_the_first_token_at_the_interval_and_never_after_the_
 
 def test_without_an_interval_only_the_end_is_due(make_request: Make) -> None:
     state = RequestState(make_request("a", [1, 2], 5), arrival=0)
-    assert state.report_at == 7
+    assert state.due_at == 7
 
 
 def test_rows_are_taken_and_given_back() -> None:

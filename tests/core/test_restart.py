@@ -224,7 +224,7 @@ def test_processes_that_cannot_start_end_the_engine(core: LastingCore, family: F
 
 
 def test_processes_that_die_idle_end_the_engine_unless_they_did_something(
-    core: LastingCore, family: Family
+    core: LastingCore, family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(15):
         core.call("state")
@@ -232,6 +232,7 @@ def test_processes_that_die_idle_end_the_engine_unless_they_did_something(
         family.newest.die()
         wait_for(lambda: len(family.made) > number)  # noqa: B023
     assert family.death is None
+    monkeypatch.setattr("tokenmill.core.restart._SECONDS_OF_KILLS", 0.0)
     for _ in range(9):
         number = len(family.made)
         wait_for(lambda: core._core is family.newest)

@@ -98,7 +98,7 @@ class Hanging:
 def test_a_stalled_engine_tells_everybody_and_can_be_shut_down(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = sgl.Engine("tiny", device="cpu", watchdog_timeout=0.4)
+    engine = sgl.Engine("tiny", device="cpu", watchdog_timeout=1.0)
     engine.generate(PROMPT, SHORT)
     processor = Hanging(str(tmp_path / "flag"))
     failures: list[BaseException] = []
@@ -112,7 +112,7 @@ def test_a_stalled_engine_tells_everybody_and_can_be_shut_down(
     stream = engine.generate(PROMPT, SHORT, stream=True, custom_logit_processor=processor)
     other = threading.Thread(target=ask)
     other.start()
-    with pytest.raises(sgl.EngineDead, match=r"no step finished for 0\.\d+ seconds(?s:.*)in __call__"):
+    with pytest.raises(sgl.EngineDead, match=r"no step finished for 1\S* seconds(?s:.*)in __call__"):
         list(stream)
     other.join(10)
     assert len(failures) == 1
@@ -127,12 +127,12 @@ def test_a_stalled_core_process_is_replaced_and_a_stopped_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with sgl.Engine(
-        "tiny", device="cpu", core_process=True, watchdog_timeout=1.0, log_level="warning"
+        "tiny", device="cpu", core_process=True, watchdog_timeout=1.5, log_level="warning"
     ) as llm:
         expected = llm.generate(PROMPT, SHORT)["output_ids"]
         [core] = subprocess.check_output(["pgrep", "-P", str(os.getpid()), "-f", "core.process"]).split()
         os.kill(int(core), signal.SIGSTOP)
-        threading.Timer(1.6, os.kill, (int(core), signal.SIGCONT)).start()
+        threading.Timer(2.0, os.kill, (int(core), signal.SIGCONT)).start()
         assert llm.generate(PROMPT, SHORT)["output_ids"] == expected
         assert not caplog.records
         processor = Hanging(str(tmp_path / "flag"))

@@ -13,7 +13,8 @@ from tokenmill.kernels import triton_sampling as sampling
 
 COMPILED = runpy.run_path(str(Path(__file__).with_name("compile_for_hopper.py")))["compiled"]
 ROWS = {"logits": "", "temperatures": "fp32", "top_ks": "i32", "block_maxima": "fp32"}
-LIMITS = {"top_ps": "fp32", "min_ps": "fp32", "seeds": "i64", "positions": "i64", "tokens": "i64"}
+LIMITS = {"top_ps": "fp32", "min_ps": "fp32", "seeds": "i64", "positions": "i64"}
+LIMITS |= {"tokens": "i64", "told": "i64"}
 SCALARS = {"stride_logits": "i32", "vocab_size": "i32", "num_blocks": "i32"}
 
 

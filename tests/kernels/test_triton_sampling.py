@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tokenmill.sampling import SamplingColumns, SamplingNeeds, torch_draw
+from tokenmill.sampling import columns as told_words
 
 pytestmark = [
     pytest.mark.cpu,
@@ -50,7 +51,10 @@ def assert_equal_draws(logits_RV: torch.Tensor, chosen: SamplingColumns, *, filt
     from tokenmill.kernels import triton_sampling
 
     expected = torch_draw.sample(logits_RV, chosen, SamplingNeeds(random=True, filters=filters))
-    assert triton_sampling.sample(logits_RV, chosen, filters=filters).tolist() == expected.tolist()
+    tokens_R, told_R = triton_sampling.sample(logits_RV, chosen, filters=filters)
+    assert told_R.tolist() == expected.told_R.tolist()
+    assert bool(((tokens_R >= 0) & (tokens_R < logits_RV.shape[1])).all())
+    assert tokens_R[told_R >= 0].tolist() == told_R[told_R >= 0].tolist()
 
 
 def test_random_numbers_are_those_of_the_torch_generator(triton_device: str) -> None:
@@ -116,13 +120,16 @@ def test_rows_with_nan_and_infinity(triton_device: str) -> None:
         (1.0, -1, 1.0, 0.0),
         (1.0, 3, 0.9, 0.0),
     ]
-    logits_RV = torch.zeros((5, 50), dtype=torch.bfloat16, device=triton_device)
+    logits_RV = torch.zeros((5, 50), device=triton_device)
     logits_RV[0] = torch.nan
     logits_RV[1] = -torch.inf
     logits_RV[2, 0] = torch.nan
     logits_RV[3, 30] = torch.inf
     logits_RV[4, [20, 40]] = torch.inf
-    assert_equal_draws(logits_RV, columns(triton_device, rows), filters=True)
+    chosen = columns(triton_device, rows)
+    for turn, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)):
+        # Each kind of row is drawn in several ways.
+        assert_equal_draws(logits_RV.roll(turn, 0).to(dtype), chosen, filters=True)
 
 
 def test_a_row_does_not_see_its_neighbours_nor_their_filters(triton_device: str) -> None:
@@ -131,9 +138,9 @@ def test_a_row_does_not_see_its_neighbours_nor_their_filters(triton_device: str)
     generator = torch.Generator().manual_seed(9)
     logits_RV = torch.randn((3, 5000), generator=generator).to(triton_device)
     rows = columns(triton_device, [(1.0, -1, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, -1, 1.0, 0.0)])
-    together = triton_sampling.sample(logits_RV, rows, filters=True)
+    _, together = triton_sampling.sample(logits_RV, rows, filters=True)
     alone = columns(triton_device, [(1.0, -1, 1.0, 0.0)])
-    assert triton_sampling.sample(logits_RV[:1], alone, filters=False).tolist() == together[:1].tolist()
+    assert triton_sampling.sample(logits_RV[:1], alone, filters=False)[1].tolist() == together[:1].tolist()
 
 
 def test_rows_of_a_wider_tensor(triton_device: str) -> None:
@@ -152,6 +159,8 @@ def test_both_paths_cut_the_vocabulary_alike(triton_device: str) -> None:
     assert triton_sampling.BLOCK.value == torch_draw.BLOCK
     assert triton_sampling.STRIPE.value == torch_draw.STRIPE
     assert triton_sampling._WEIGHT_ONE.value == 2.0**torch_draw.WEIGHT_BITS
+    assert triton_sampling.NOT_A_NUMBER.value == told_words.NOT_A_NUMBER
+    assert triton_sampling.NOTHING_ALLOWED.value == told_words.NOTHING_ALLOWED
 
 
 def test_kernels_compile_for_a_gpu_without_spills() -> None:

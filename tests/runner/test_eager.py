@@ -163,10 +163,14 @@ def test_memory_that_comes_back_is_used_again(make_model: Callable[..., Path], m
         assert memory.num_failures == failures
 
 
-def test_a_token_that_does_not_fit_ends_the_engine_with_its_cause(
+def test_a_row_of_which_no_token_fits_fails_and_the_engine_goes_on(
     make_model: Callable[..., Path], memory: Memory
 ) -> None:
     with tokenmill.Engine(model_path=str(make_model()), device="cpu", dtype="float32") as engine:
         memory.tokens = 0
-        with pytest.raises(tokenmill.EngineDead, match="no room for 1"):
+        with pytest.raises(tokenmill.RequestFailed, match="no room for 1") as failed:
             engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 2})
+        assert (failed.value.error_type, failed.value.status_code) == ("out_of_memory", 503)
+        memory.tokens = 10**9
+        assert engine.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 2})["output_ids"]
+        assert memory.longest == 3  # that row left no limit behind

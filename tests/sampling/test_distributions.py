@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample
+from tokenmill import sampling
+from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
 pytestmark = pytest.mark.cpu
 
@@ -18,6 +19,12 @@ NUM_DRAWS = 20_000
 LOGITS = torch.linspace(2.0, -2.5, 24)[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
 # Seeds are fixed, so that a test either always passes or never does.
 LEAST_P_VALUE = 1e-4
+
+
+def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNeeds) -> torch.Tensor:
+    """What the host is told of a draw."""
+    return sampling.sample(logits_RV, columns, needs).told_R
+
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

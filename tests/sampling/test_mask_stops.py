@@ -49,5 +49,5 @@ def test_a_masked_stop_is_never_drawn(
         logits_RV, torch.full((200, 1), 4, dtype=torch.int32), torch.ones(200, dtype=torch.bool)
     )
     columns = make_columns(200, temperature=temperature, seed=torch.arange(200))
-    tokens = sample(logits_RV, columns, SamplingNeeds(random=temperature > 0, filters=False))
-    assert 4 not in tokens.tolist()
+    draw = sample(logits_RV, columns, SamplingNeeds(random=temperature > 0, filters=False))
+    assert 4 not in draw.told_R.tolist()

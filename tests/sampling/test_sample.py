@@ -10,7 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample, torch_draw
+from tokenmill import sampling
+from tokenmill.sampling import SamplingColumns, SamplingNeeds, torch_draw
+from tokenmill.sampling.columns import NOT_A_NUMBER, NOTHING_ALLOWED
 
 pytestmark = pytest.mark.cpu
 
@@ -19,6 +21,11 @@ RANDOM = SamplingNeeds(random=True, filters=False)
 FILTERED = SamplingNeeds(random=True, filters=True)
 LARGEST_R = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
 GREEDY = SamplingNeeds(random=False, filters=False)
+
+
+def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNeeds) -> torch.Tensor:
+    """What the host is told of a draw."""
+    return sampling.sample(logits_RV, columns, needs).told_R
 
 
 # ── reference ─────────────────────────────────────────────────────────────────────────────────
@@ -237,26 +244,35 @@ def test_greedy_is_the_lowest_id_of_the_largest_logit(make_columns: Columns) -> 
     assert sample(logits_RV, make_columns(20, temperature=2, top_k=1), FILTERED).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [GREEDY, FILTERED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
 @pytest.mark.parametrize("vocab_size", [5, 20_000])
 def test_rows_with_nan_and_infinity(
-    make_columns: Columns, vocab_size: int, filters: dict[str, float], temperature: float
+    make_columns: Columns,
+    vocab_size: int,
+    filters: dict[str, float],
+    temperature: float,
+    needs: SamplingNeeds,
+    dtype: torch.dtype,
 ) -> None:
-    logits_RV = torch.zeros((6, vocab_size))
+    """A row with a NaN, or with nothing but -inf, draws nothing, and the device goes on with some id."""
+    logits_RV = torch.zeros((6, vocab_size), dtype=dtype)
     logits_RV[0] = torch.nan
     logits_RV[1] = -torch.inf
-    logits_RV[2] = torch.nan
-    logits_RV[2, 4] = -7.0  # the only number
+    logits_RV[2, vocab_size - 2] = torch.nan
     logits_RV[3, 3] = torch.inf
     logits_RV[4, 1:] = -torch.inf
     logits_RV[5, [1, 2]] = torch.inf
     before = logits_RV.clone()
-    tokens = sample(
-        logits_RV, make_columns(6, temperature=temperature, seed=torch.arange(6), **filters), FILTERED
-    ).tolist()
-    assert tokens[:5] == [0, 0, 4, 3, 0]
-    assert tokens[5] in (1, 2)
+    columns = make_columns(6, temperature=temperature, seed=torch.arange(6), **filters)
+    draw = sampling.sample(logits_RV, columns, needs)
+    told = draw.told_R.tolist()
+    assert told[:5] == [NOT_A_NUMBER, NOTHING_ALLOWED, NOT_A_NUMBER, 3, 0]
+    assert told[5] in (1, 2)
+    assert draw.tokens_R[3:].tolist() == told[3:]
+    assert all(0 <= token < vocab_size for token in draw.tokens_R.tolist())
     torch.testing.assert_close(logits_RV, before, rtol=0, atol=0, equal_nan=True)  # only read
 
 
@@ -315,9 +331,9 @@ def test_sums_of_a_row_are_the_same_bits_anywhere_in_a_batch() -> None:
     among = torch.randn((50, 9001))
     for place in (1, 12, 13, 49):
         among[place] = logits_V
-        maxima, sums = torch_draw._sum_rows(among, torch.arange(50), scale.expand(50))
-        assert torch.equal(maxima[place], alone[0][0])
-        assert torch.equal(sums[place], alone[1][0])
+        together = torch_draw._sum_rows(among, torch.arange(50), scale.expand(50))
+        for numbers, expected in zip(together, alone, strict=True):
+            assert torch.equal(numbers[place], expected[0])
 
 
 def take(columns: SamplingColumns, rows: slice | torch.Tensor) -> SamplingColumns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ from tokenmill.core.restart import LastingCore
 from tokenmill.core.watchdog import Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
 from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
+
+_log = logging.getLogger("tokenmill")
 
 
 def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
@@ -145,6 +148,7 @@ class CoreThread:
 
     def _give_up(self, error: EngineDead) -> None:
         """The loop hangs: tell everybody. Should it come back, it ends and frees its memory."""
+        _log.error("%s", error)
         self._end(error)
         with self._state:
             self._has_stalled = True

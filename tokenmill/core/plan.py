@@ -36,6 +36,27 @@ class Flight:
     chunks: list[RequestState]  # whose rows the others are, those that draw and those that do not
     prompts_only: list[RequestState]  # requests for no token whose prompt ends in this step
 
+    @classmethod
+    def of(
+        cls,
+        plan: StepPlan,
+        decodes: list[RequestState],
+        chunks: list[RequestState],
+        *,
+        ending: list[RequestState],
+    ) -> Flight:
+        """The rows of a plan: those that decode, and the others, of which some end their prompt in it."""
+        drawing = [state for state in ending if state.draws]
+        return cls(
+            slots=plan.slots,
+            samples=plan.samples,
+            states=decodes + drawing if drawing else decodes,
+            starting=drawing,
+            num_decodes=plan.num_decodes,
+            chunks=chunks,
+            prompts_only=[state for state in ending if not state.draws],
+        )
+
     @property
     def guided(self) -> list[tuple[int, RequestState]]:
         """The slots whose draw a grammar guides, and whose they are."""

@@ -138,6 +138,10 @@ class WaitingQueue:
         """A preempted request, before all others: it ran before anything that still waits here."""
         self._retracted.appendleft(request)
 
+    def add_again(self, request: RequestState) -> None:
+        """A request that begins anew: behind the preempted ones, before those that never ran."""
+        self._retracted.append(request)
+
     def peek(self) -> RequestState:
         """The request to be admitted next; there must be one."""
         if self._retracted:
@@ -164,7 +168,7 @@ class WaitingQueue:
 
     def remove(self, request: RequestState) -> None:
         """Take out a request that ended while it waited."""
-        if request.num_retractions:
+        if request.num_retractions:  # preempted, or begun anew
             self._retracted.remove(request)
         elif self._arrived.pop(request.request.id, None) is None:
             del self._window[request.request.id]
@@ -196,6 +200,10 @@ class PriorityQueue:
     def add_retracted(self, request: RequestState) -> None:
         """A preempted request, before all others of its urgency."""
         self._level(request.urgency).add_retracted(request)
+
+    def add_again(self, request: RequestState) -> None:
+        """A request that begins anew: behind the preempted ones of its urgency."""
+        self._level(request.urgency).add_again(request)
 
     def peek(self) -> RequestState:
         """The request to be admitted next; there must be one."""

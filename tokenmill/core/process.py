@@ -104,7 +104,7 @@ class CoreProcess:
             self._pipe.send(config)
             answer = self._pipe.recv()
         except (EOFError, OSError):
-            answer = _Died(CoreLost(f"the core's process ended while it started: {self._exit_status()}"))
+            answer = _Died(CoreLost(f"the core's process {self._exit_status()} while it started"))
         except BaseException:  # Ctrl-C while the model loads
             self.kill()
             raise
@@ -213,7 +213,7 @@ class CoreProcess:
         with self._state:
             closed = isinstance(self._ended, EngineClosed)
             if self._ended is None:
-                self._ended = death or CoreLost(f"the core's process was {status}")
+                self._ended = death or CoreLost(f"the core's process {status}")
             calls, self._calls = self._calls, {}
             self._let_go()
         for waiting in calls.values():
@@ -232,7 +232,7 @@ class CoreProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._process.returncode
-        return f"killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:

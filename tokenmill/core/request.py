@@ -14,6 +14,7 @@ import numpy as np
 from tokenmill.core.extras import request_extras
 from tokenmill.core.grammars import Guide
 from tokenmill.core.logprob_ledger import LogprobLine
+from tokenmill.core.repetition import RepetitionGuard
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import Finish, IntArray, Output, Request, RequestTimes
 
@@ -50,9 +51,11 @@ class RequestState:
         "age",
         "arrival",
         "cached_tokens",
+        "due_at",
         "extras",
         "finish",
         "first_token_seconds",
+        "guard",
         "guide",
         "limit",
         "num_prompt",
@@ -60,7 +63,6 @@ class RequestState:
         "num_retractions",
         "pages",
         "phase",
-        "report_at",
         "request",
         "slot",
         "stop_ids",
@@ -68,6 +70,7 @@ class RequestState:
         "tokens",
         "total",
         "urgency",
+        "watched_from",
     )
 
     def __init__(self, request: Request, *, arrival: int, urgency: int = 0) -> None:
@@ -85,11 +88,13 @@ class RequestState:
         self.slot = NO_SLOT
         self.pages: RowPages | None = None
         self.num_reported = len(request.output_ids)
-        self.report_at = 0  # number of known tokens at which the next Output is due
+        self.due_at = 0  # number of known tokens at which the next Output is due,
+        self.watched_from = 0  # and from which on each token may end the request
         self.num_retractions = 0
         self.cached_tokens = 0  # prompt tokens that the first admission found
         self.finish: Finish | None = None
         self.guide: Guide | None = None  # which tokens its grammar allows next
+        self.guard = _guard(request)  # against outputs that repeat themselves
         # See `RequestTimes`.
         self.submitted_seconds = time.perf_counter()
         self.admitted_seconds: float | None = None
@@ -123,6 +128,25 @@ class RequestState:
         """Where the log-probabilities of its next token go; None: nobody wants them, or not any more."""
         return None if self.extras is None or self.finish is not None else self.extras.logprob_line
 
+    def admit(self, *, age: int) -> None:
+        """Enter a row for the first time."""
+        self.age = age
+        self.admitted_seconds = self.admitted_seconds or time.perf_counter()
+
+    def finish_with(self, token: int) -> Finish | None:
+        """How the request ends with the token drawn last, if it does."""
+        if not self.request.max_new_tokens:  # drawn for its log-probability
+            assert self.extras is not None
+            self.extras.next_token = self.tokens.pop()
+            return Finish("length", length=0)
+        if token in self.stop_ids:
+            return Finish("stop", matched=token)
+        if self.guard is not None and (finish := self.guard.push(token)):
+            return finish
+        if len(self.tokens) >= self.limit:
+            return Finish("length", length=self.request.max_new_tokens)
+        return None
+
     def load_tokens(self) -> None:
         """Fill `tokens` from the request, if this is the first admission."""
         if not self.tokens:
@@ -154,7 +178,18 @@ class RequestState:
         interval = self.request.report_interval
         # The first token is reported at once.
         due = self.num_prompt + self.num_reported + (interval if self.num_reported else 1)
-        self.report_at = min(due, self.limit) if interval else self.limit
+        self.due_at = min(due, self.limit) if interval else self.limit
+        self.watched_from = self.due_at if self.guard is None else 0
+
+
+def _guard(request: Request) -> RepetitionGuard | None:
+    params = request.params
+    if params.max_repetitions is None:
+        return None
+    guard = RepetitionGuard(params.max_repetitions, min_new_tokens=params.min_new_tokens)
+    for token in request.output_ids:
+        guard.push(token)
+    return guard
 
 
 def note_first_tokens(states: list[RequestState]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,10 +22,12 @@ from tokenmill.messages import DeathSink, EngineFacts, Output, Request, Sink
 
 _log = logging.getLogger("tokenmill")
 
-# Processes in a row that may fail to start, or end without a request, before the engine gives up: of those
-# that say why, and of those that were killed.
+# Processes in a row that may end without a request to blame, and without having done anything, before the
+# engine gives up: of those that say why, and of those that were killed. The latter may be bad luck, or a
+# machine short of memory for a while, so that time must have passed, too.
 _MOST_FAILED = 3
 _MOST_KILLED = 10
+_SECONDS_OF_KILLS = 600.0
 # Processes that may die while they answer one call.
 _MOST_CALLS = 3
 # Longest that the end of the engine waits for somebody who writes to a process that does not read.
@@ -79,6 +82,7 @@ class LastingCore:
         self._state = threading.Condition(threading.RLock())
         self._ended: BaseException | None = None  # why nothing is taken any more
         self._num_fruitless = 0  # deaths in a row without anything gained, and without a request to blame
+        self._fruitless_since = 0.0  # when the first of them was
         self._restarter: threading.Thread | None = None
         self._core: CoreProcess | None = None  # the one that takes requests; None while it is replaced
         self._newest = self._open_process()
@@ -207,11 +211,13 @@ class LastingCore:
             self._core = None
             stood_still = self._standing.is_paused or bool(self._standing.released)
             if stood_still or not self._replay.num_sent:
-                self._num_fruitless += 1
+                self._note_fruitless()
             ended = self._replay.died(blames=not stood_still)
             self._restarter = threading.current_thread()
             self._state.notify_all()
-        _log.warning(
+        _log.log(
+            # A kill comes from outside; what the core says itself is a fault in it.
+            logging.WARNING if isinstance(error, CoreLost) else logging.ERROR,
             "%s; another takes its place and replays %d requests, %d of them behind delivered tokens",
             _told_of_death(error),
             self._replay.num_waiting,
@@ -238,7 +244,7 @@ class LastingCore:
             except Exception as failure:
                 error = failure
             process.close()
-            self._num_fruitless += 1
+            self._note_fruitless()
             if self._ended is None:
                 _log.warning("the core's new process failed: %s", _told_of_death(error))
 
@@ -252,6 +258,17 @@ class LastingCore:
             self._send_next()
             return True
 
+    def _note_fruitless(self) -> None:
+        if not self._num_fruitless:
+            self._fruitless_since = time.monotonic()
+        self._num_fruitless += 1
+
+    def _is_hopeless(self, *, was_killed: bool) -> bool:
+        if not was_killed:
+            return self._num_fruitless >= _MOST_FAILED
+        seconds = time.monotonic() - self._fruitless_since
+        return self._num_fruitless >= _MOST_KILLED and seconds >= _SECONDS_OF_KILLS
+
     def _gives_up(self, error: BaseException) -> bool:
         """End the engine if there is no use in another process."""
         if self._standing.has_foreign_tensors:
@@ -259,7 +276,7 @@ class LastingCore:
                 "the weights given to update_weights_from_tensor are lost with it, and no other process can "
                 "get them again"
             )
-        elif self._num_fruitless >= (_MOST_KILLED if isinstance(error, CoreLost) else _MOST_FAILED):
+        elif self._is_hopeless(was_killed=isinstance(error, CoreLost)):
             reason = f"{self._num_fruitless} processes in a row did nothing"
         else:
             return False

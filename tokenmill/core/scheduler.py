@@ -6,7 +6,6 @@ preemption are all that. The scheduler knows no device, no text, and no other th
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
+from tokenmill.core.intake import drawn, failed, show
 from tokenmill.core.logprob_ledger import LogprobLedger
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
@@ -177,18 +177,7 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build()
-        drawing = [state for state in prefills if state.draws]
-        self._flights.append(
-            Flight(
-                slots=plan.slots,
-                samples=plan.samples,
-                states=decodes + drawing if drawing else decodes,
-                starting=drawing,
-                num_decodes=num_decodes,
-                chunks=draft.chunks,
-                prompts_only=[state for state in prefills if not state.draws],
-            )
-        )
+        self._flights.append(Flight.of(plan, decodes, draft.chunks, ending=prefills))
         self._settle(plan, decodes, prefills)
         return plan
 
@@ -304,8 +293,7 @@ class Scheduler:
     def _enter(self, draft: PlanDraft, state: RequestState, pages: RowPages) -> None:
         """Give a slot to a request that has pages."""
         if state.age == NEVER_ADMITTED:
-            state.age = self._num_admitted
-            state.admitted_seconds = time.perf_counter()
+            state.admit(age=self._num_admitted)
             self._num_admitted += 1
         state.pages = pages
         state.phase = Phase.PREFILL
@@ -390,11 +378,16 @@ class Scheduler:
     def take_in(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns what is due to be reported."""
         flight = self._flights.popleft()
-        outputs = self._take_in_extras(flight, result)
-        drawn = result.token_ids[flight.samples].tolist()
-        note_first_tokens(flight.starting)
-        self.num_drawn += len(drawn)
-        for state, token in zip(flight.states, drawn, strict=True):
+        outputs = [
+            self._end(state, failed(failure), remember=False)
+            for row, failure in result.failures
+            if (state := flight.state(row)).finish is None
+        ]
+        show(flight, result)
+        step = drawn(flight, result, self._ledger)
+        note_first_tokens(step.starting)
+        self.num_drawn += len(step.tokens)
+        for state, token in zip(step.states, step.tokens, strict=True):
             if state.finish is not None:
                 continue
             tokens = state.tokens
@@ -402,60 +395,67 @@ class Scheduler:
             if state.guide is not None and (failure := state.guide.accept(token)):
                 outputs.append(self._end(state, failure))
                 continue
-            if len(tokens) >= state.report_at or token in state.stop_ids:
-                outputs.append(self._report(state, token))
-        for state in flight.prompts_only:
+            if len(tokens) >= state.watched_from or token in state.stop_ids:
+                if finish := state.finish_with(token):
+                    outputs.append(self._end(state, finish))
+                elif len(tokens) >= state.due_at:
+                    outputs.append(state.report(None))
+        for state in step.prompts_only:
             if state.finish is None:
                 outputs.append(self._end(state, Finish("length", length=0)))
+        if result.postponed or result.lost_pages:
+            self._recover(flight, result)
         return outputs
 
-    def _take_in_extras(self, flight: Flight, result: StepResult) -> list[Output]:
-        """Keep what rows were shown; the Outputs of those that failed, whose token is void."""
-        failed = [
-            self._end(state, Finish("abort", message=message, status_code=500, error_type="internal"))
-            for row, message in result.failures
-            if (state := flight.state(row)).finish is None
-        ]
-        if result.logprobs is not None:
-            self._ledger.add(flight.states, result.logprobs)
-        for row, position, logprobs in result.prompt_logprobs:
-            if (extras := flight.state(row).extras) is not None:
-                extras.show_prompt_logprobs(position, logprobs)
-        for row, position, hidden in result.hidden_states:
-            if (extras := flight.state(row).extras) is not None:
-                extras.show_hidden_states(position, hidden)
-        return failed
+    def _recover(self, flight: Flight, result: StepResult) -> None:
+        """Forget pages that were never written, and have all that read them computed anew."""
+        lost = frozenset(result.lost_pages)
+        self._refresh_decoding()
+        for state in [*self._decoding, *self._prefilling]:
+            if state.pages is not None and self._cache.uses(state.pages, lost):
+                self._vacate(state, Phase.WAITING)
+                self._begin_anew(state)
+        self._cache.forget(lost)
+        for state in map(flight.state, result.postponed):
+            if state.phase is Phase.DRAINING:
+                state.phase = Phase.WAITING
+                self._begin_anew(state)
+            elif state.finish is None:  # its draw in this step does not come any more
+                state.total = self._num_coming(state)
 
-    def _report(self, state: RequestState, token: int) -> Output:
-        if not state.request.max_new_tokens:  # drawn for its log-probability
-            assert state.extras is not None
-            state.extras.next_token = state.tokens.pop()
-            return self._end(state, Finish("length", length=0))
-        if token in state.stop_ids:
-            return self._end(state, Finish("stop", matched=token))
-        if len(state.tokens) >= state.limit:
-            return self._end(state, Finish("length", length=state.request.max_new_tokens))
-        return state.report(None)
+    def _begin_anew(self, state: RequestState) -> None:
+        """Queue a request that has no row; the tokens that the host knows stay."""
+        state.total = self._num_coming(state)
+        state.age = NEVER_ADMITTED
+        state.num_retractions += 1
+        self._queue.add_again(state)
 
-    def _end(self, state: RequestState, finish: Finish) -> Output:
+    def _num_coming(self, state: RequestState) -> int:
+        """Tokens of a request when all draws in flight are taken in."""
+        return len(state.tokens) + sum(flight.states.count(state) for flight in self._flights)
+
+    def _end(self, state: RequestState, finish: Finish, *, remember: bool = True) -> Output:
         """Finish a request wherever it stands. Results of its steps in flight will be ignored."""
         if state.phase is Phase.COMPILING:
             self._num_compiling -= 1
         elif state.phase is Phase.WAITING:
             self._queue.remove(state)
         elif state.phase is not Phase.DRAINING:
-            self._vacate(state, Phase.FINISHED)
+            self._vacate(state, Phase.FINISHED, remember=remember)
         state.phase = Phase.FINISHED
         del self._states[state.request.id]
         self._num_late -= state.waits_for_tokens
         return state.report(finish)
 
-    def _vacate(self, state: RequestState, phase: Phase) -> None:
+    def _vacate(self, state: RequestState, phase: Phase, *, remember: bool = True) -> None:
         """Take row and pages from a request, remembering the prefix it computed as far as it is known."""
         assert state.pages is not None
-        computed = int(self._rows.computed[state.slot])
-        self._cache.commit(state.pages, state.tokens, num_tokens=min(computed, len(state.tokens)))
-        self._cache.release(state.pages)
+        if remember:
+            computed = int(self._rows.computed[state.slot])
+            self._cache.commit(state.pages, state.tokens, num_tokens=min(computed, len(state.tokens)))
+            self._cache.release(state.pages)
+        else:
+            self._cache.discard(state.pages)
         self._rows.leave(state.slot)
         if state.phase is Phase.PREFILL:
             self._prefilling.remove(state)

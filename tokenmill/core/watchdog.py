@@ -7,7 +7,6 @@ lost one tick and no more. What follows a stall is for the launcher of the core 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import threading
 import traceback
@@ -15,8 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tokenmill.errors import EngineDead
-
-_log = logging.getLogger("tokenmill")
 
 _TICK_SECONDS = 1.0
 _TICKS_PER_TIMEOUT = 8  # at least, so that short timeouts are kept, too
@@ -84,9 +81,7 @@ class Watchdog:
                 if _is_debugged():
                     quiet = 0.0
                     continue
-                error = self._stall(quiet)
-                _log.error("%s", error)
-                self._stalled(error)
+                self._stalled(self._stall(quiet))
                 return
 
     def _stall(self, quiet: float) -> EngineDead:

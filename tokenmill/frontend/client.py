@@ -279,10 +279,7 @@ class Client:
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.running)
-            with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
-                self._core.submit(call.requests)
-            if interrupts.happened:
-                raise KeyboardInterrupt
+            self._send(call.requests)
         except BaseException:
             self.drop(call)
             raise
@@ -301,7 +298,13 @@ class Client:
         for observer in self._observers:
             for row in itertools.chain.from_iterable(call.rows for call in calls):
                 observer.received(row)
-        self._core.submit([request for call in calls for request in call.requests])
+        self._send([request for call in calls for request in call.requests])
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
+            self._core.submit(requests)
+        if interrupts.happened:
+            raise KeyboardInterrupt
 
     def _register(self, call: Call) -> None:
         """With the lock held, note which rows are in flight; not those with ids that others have there."""

@@ -23,7 +23,7 @@ from tokenmill.frontend.failures import failed_result, row_error
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
-from tokenmill.frontend.turns import Turns
+from tokenmill.frontend.turns import Turns, uncollected
 from tokenmill.messages import EngineFacts
 from tokenmill.sampling_params import check_whole, show
 
@@ -102,7 +102,8 @@ class RowRunner:
         `sampling_params` and `options`, which hold for all, name by name. An item's own fault is its entry's
         `error`; raises `InvalidArgument` for faults of what holds for all.
         """
-        read = self._reader.read(items, sampling_params=sampling_params, options=options)
+        with uncollected():
+            read = self._reader.read(items, sampling_params=sampling_params, options=options)
         return [
             Entry(first_index + place, None, each, _rid(items[place]))
             if isinstance(each, dict)
@@ -221,31 +222,31 @@ class Flow:
         """Rows that are ready to be started; may run in any thread."""
         turns = Turns()
         prepared = []
-        for entry in entries:
-            prepared.append((Slot(entry), self._call(entry)))
-            turns.give_way()
+        with uncollected():
+            for entry in entries:
+                prepared.append((Slot(entry), self._call(entry)))
+                turns.give_way()
         return prepared
 
     def start(self, prepared: Sequence[Prepared]) -> None:
-        """Start rows; does nothing after `close`. Closes if the engine has ended, and raises that."""
+        """Start rows. Raises `EngineDead`, `EngineClosed`, or `WrongState`, and then has none of them."""
         if self._closed:
             return
         self.chunk = max(self.chunk, len(prepared))
+        calls = {call: slot for slot, call in prepared if isinstance(call, Call)}
+        self._running |= calls  # first of all, so that `close` cancels what is started
+        try:
+            self._client.submit_all([*calls])
+        except BaseException:
+            self._running = {call: slot for call, slot in self._running.items() if call not in calls}
+            self._client.drop(*calls)
+            raise
         self.num_held += len(prepared)
         if self._keeps_order:
             self._slots.extend(slot for slot, _ in prepared)
-        calls = []
         for slot, call in prepared:
-            if isinstance(call, Call):
-                self._running[call] = slot
-                calls.append(call)
-            else:
+            if not isinstance(call, Call):
                 self._finish(slot, [call])
-        try:
-            self._client.submit_all(calls)
-        except BaseException:
-            self.close()
-            raise
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""

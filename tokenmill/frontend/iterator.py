@@ -85,6 +85,9 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         self._closed = True
         self._ready.clear()
         self._flow.close()
+        self._rows = None
+        if self._async_rows is not None:
+            self._async_rows.close()
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +125,7 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         """As `close`."""
         self.close()
         if self._async_rows is not None:
-            await self._async_rows.aclose()
+            await self._async_rows.ended()
 
     async def __aenter__(self) -> Self:
         return self
@@ -264,10 +267,14 @@ class _AsyncItems:
                 self._loop.call_soon_threadsafe(self._some.set)
         return count == self._size
 
-    async def aclose(self) -> None:
-        """Pull no more; a thread that waits for an item ends when it comes."""
+    def cancel(self) -> None:
+        """Pull no more; a thread that waits for an item ends when it comes. Called in the event loop."""
         self._closed = True
-        await _cancelled(self._filling)
+        _cancel(self._filling)
+
+    async def ended(self) -> None:
+        """Returns when no task pulls any more."""
+        await _ended(self._filling)
 
 
 class _AsyncRows:
@@ -280,6 +287,7 @@ class _AsyncRows:
         self._reading: asyncio.Task[None] | None = None
         self._is_open = True
         self._failure: Exception | None = None
+        self._loop = asyncio.get_running_loop()
         self._wake = LoopWake()
 
     async def next(self) -> Finished | None:
@@ -313,16 +321,28 @@ class _AsyncRows:
     def _prepare(self, items: list[Any]) -> list[Prepared]:
         return self._flow.prepare(self._read(items))
 
-    async def aclose(self) -> None:
-        """Read no more."""
+    def close(self) -> None:
+        """Read no more. May be called in any thread, as the garbage collector does."""
         self._is_open = False
-        await _cancelled(self._reading)
-        await self._items.aclose()
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks have ended
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        _cancel(self._reading)
+        self._items.cancel()
+
+    async def ended(self) -> None:
+        """Returns when no task reads any more, after `close`."""
+        await _ended(self._reading)
+        await self._items.ended()
 
 
-async def _cancelled(task: asyncio.Task[Any] | None) -> None:
-    """End a task, whatever it raises."""
+def _cancel(task: asyncio.Task[Any] | None) -> None:
+    """End a task, or take note of how it ended: nobody else may ever ask."""
+    if task is not None and not task.cancel() and not task.cancelled():
+        task.exception()
+
+
+async def _ended(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        await asyncio.wait({task})

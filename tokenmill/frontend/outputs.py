@@ -6,7 +6,6 @@ matter.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, SupportsIndex, overload
 from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
-from tokenmill.frontend.turns import Turns
+from tokenmill.frontend.turns import Turns, uncollected
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 ABORTED = 499  # as web servers note that a client has gone
@@ -170,13 +169,8 @@ def make_shown(rows: list[Row], shape: Shape) -> None:
 
 def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
     """The dicts of a finished call, with the whole text of each."""
-    is_collecting = gc.isenabled()
-    gc.disable()  # all that is made stays and has no cycles: the collector would look through it for nothing
-    try:
+    with uncollected():
         results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
-    finally:
-        if is_collecting:
-            gc.enable()
     if rows and (num_samples := rows[0].request.params.n) > 1:
         _share_prompt_logprobs(results, num_samples=num_samples)
     return results
@@ -265,6 +259,8 @@ def finish_reason(finish: Finish) -> dict[str, Any]:
             return {"type": "stop", "matched": finish.matched}
         case "length":
             return {"type": "length", "length": finish.length}
+        case "repetition":
+            return {"type": "repetition", "period": finish.period, "count": finish.count}
         case "abort":
             return {
                 "type": "abort",

@@ -141,7 +141,8 @@ def _pack_kernel(
 
     token = tl.load(tokens + row)
     tl.store(packed, token.to(tl.int32))
-    tl.store(packed + 1, _bits(_cleaned(tl.load(logits + token)), maximum, scale, normalizer))
+    value = _cleaned(tl.load(logits + tl.maximum(token, 0)))  # below 0 where none was drawn
+    tl.store(packed + 1, _bits(value, maximum, scale, normalizer))
     if NUM_TOP > 0:
         stripe_maxima = stripes + row * num_blocks * _STRIPES_OF_BLOCK
         chosen = _best_stripes(stripe_maxima, num_blocks, NUM_TOP, TOP_PADDED, STRIPES_PADDED)

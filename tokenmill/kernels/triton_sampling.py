@@ -26,7 +26,10 @@ TILE_STRIPES = tl.constexpr(64)
 _WEIGHT_ONE = tl.constexpr(2.0**40)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
-_INSTEAD_OF_INFINITY = tl.constexpr(2.0**127)
+_LARGEST = tl.constexpr(2.0**127)  # logits beyond it, +inf among them, count as this
+_INSTEAD_OF_NAN = tl.constexpr(1.5 * 2.0**127)  # larger than any logit, so that a row's maximum tells it
+NOT_A_NUMBER = tl.constexpr(-1)
+NOTHING_ALLOWED = tl.constexpr(-2)
 _LOWEST_TEMPERATURE = tl.constexpr(1e-30)
 _HIGHEST_TEMPERATURE = tl.constexpr(1e30)
 _NO_LIMIT = tl.constexpr(2**62)
@@ -55,8 +58,8 @@ class Columns(Protocol):
     def positions_R(self) -> torch.Tensor: ...
 
 
-def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch.Tensor:
-    """One token per row, int64 [R]. `filters` is False when no row needs top_k, top_p or min_p.
+def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of `sampling.Draw`. `filters` is False when no row needs top_k, top_p or min_p.
 
     A row's token does not depend on `filters` unless it uses one. Two launches, three with filters;
     shapes depend on those of the logits only, so they can be captured in a CUDA graph.
@@ -66,9 +69,9 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch
     num_rows, vocab_size = logits_RV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK.value)
     num_stripes = num_blocks * (BLOCK.value // STRIPE.value)
-    tokens_R = logits_RV.new_empty(num_rows, dtype=torch.int64)
+    tokens_R, told_R = logits_RV.new_empty((2, num_rows), dtype=torch.int64)
     if not num_rows:
-        return tokens_R
+        return tokens_R, told_R
     block_maxima_RN = logits_RV.new_empty((num_rows, num_blocks), dtype=torch.float32)
     block_facts_RN = logits_RV.new_empty((num_rows, num_blocks), dtype=torch.int64)
     stripe_maxima_RS = logits_RV.new_empty((num_rows, num_stripes if filters else 1), dtype=torch.float32)
@@ -79,7 +82,15 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch
     _read_kernel[(num_blocks, num_rows)](*rows, *facts, stripe_maxima_RS, FILTERS=filters, num_warps=8)
     blocks_padded = triton.next_power_of_2(num_blocks)
     _draw_kernel[(num_rows,)](
-        *rows, *limits, *dice, *facts, tokens_R, FILTERS=filters, BLOCKS_PADDED=blocks_padded, num_warps=8
+        *rows,
+        *limits,
+        *dice,
+        *facts,
+        tokens_R,
+        told_R,
+        FILTERS=filters,
+        BLOCKS_PADDED=blocks_padded,
+        num_warps=8,
     )
     if filters:
         _draw_filtered_kernel[(num_rows,)](
@@ -90,12 +101,13 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch
             stripe_maxima_RS,
             torch.empty_like(stripe_maxima_RS, dtype=torch.int32),
             tokens_R,
+            told_R,
             BLOCKS_PADDED=blocks_padded,
             STRIPES_PADDED=triton.next_power_of_2(num_stripes),
             SHIFT=_SHIFTS[logits_RV.dtype],
             num_warps=8,
         )
-    return tokens_R
+    return tokens_R, told_R
 
 
 # ── values and weights ────────────────────────────────────────────────────────────────────────
@@ -103,10 +115,16 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> torch
 
 @triton.jit
 def _load(logits, ids, vocab_size):
-    """Float32 logits; NaN becomes -inf and +inf a very large number, so that no difference is NaN."""
+    """Float32 logits; NaN and +inf become very large numbers, so that no difference is NaN."""
     values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-    values = tl.where(values != values, float("-inf"), values)
-    return tl.where(values == float("inf"), _INSTEAD_OF_INFINITY, values)
+    return tl.where(values != values, _INSTEAD_OF_NAN, tl.minimum(values, _LARGEST))
+
+
+@triton.jit
+def _told(token, maximum):
+    """What the host is told of a row: its token, or why none can be drawn."""
+    told = tl.where(maximum == float("-inf"), NOTHING_ALLOWED, token)
+    return tl.where(maximum > _LARGEST, NOT_A_NUMBER, told).to(tl.int64)
 
 
 @triton.jit
@@ -205,6 +223,7 @@ def _draw_kernel(
     block_facts,
     num_blocks,
     tokens,
+    told,
     FILTERS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
@@ -221,9 +240,10 @@ def _draw_kernel(
     valid = blocks < num_blocks
     maxima = tl.load(block_maxima + row * num_blocks + blocks, mask=valid, other=float("-inf"))
     facts = tl.load(block_facts + row * num_blocks + blocks, mask=valid, other=0)
+    maximum = tl.max(maxima, 0)
     if greedy:
-        best = valid & (maxima == tl.max(maxima, 0))
-        tl.store(tokens + row, tl.min(tl.where(best, facts, vocab_size), 0))
+        best = valid & (maxima == maximum)
+        token = tl.min(tl.where(best, facts, vocab_size), 0)
     else:
         token = _draw_plain(
             logits + row * stride_logits,
@@ -235,7 +255,8 @@ def _draw_kernel(
             maxima,
             facts,
         )
-        tl.store(tokens + row, token)
+    tl.store(tokens + row, token)
+    tl.store(told + row, _told(token, maximum))
 
 
 @triton.jit
@@ -333,6 +354,7 @@ def _draw_filtered_kernel(
     stripe_maxima,
     listed,
     tokens,
+    told,
     BLOCKS_PADDED: tl.constexpr,
     STRIPES_PADDED: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -403,6 +425,7 @@ def _draw_filtered_kernel(
         SHIFT,
     )
     tl.store(tokens + row, token)
+    tl.store(told + row, _told(token, maximum))
 
 
 @triton.jit

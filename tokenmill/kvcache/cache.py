@@ -15,7 +15,7 @@ prefixes are remembered is decided here. Tensors and requests are unknown here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from tokenmill.kvcache.pages import PageGroup
@@ -176,6 +176,35 @@ class Cache:
         row.num_shared = 0
         row.tables = tuple([] for _ in self._groups)
         row.duplicates = []
+
+    def discard(self, row: RowPages) -> None:
+        """As `release`, but nothing of the row is remembered that nobody else uses."""
+        node = row.node
+        self.release(row)
+        while node != ROOT:
+            parent = self._tree.parent(node)
+            pages = self._tree.remove_unused(node)
+            if pages is None:
+                return
+            self._give_back(pages)
+            node = parent
+
+    def uses(self, row: RowPages, pages: Set[int]) -> bool:
+        """Whether a row has, or shares a prefix with, one of these pages of the first group."""
+        if not pages.isdisjoint(row.tables[0]):
+            return True
+        node = row.node
+        while node != ROOT:
+            if self._tree.pages(node)[0] in pages:
+                return True
+            node = self._tree.parent(node)
+        return False
+
+    def forget(self, pages: Set[int]) -> None:
+        """Forget all prefixes that lie in one of these pages of the first group; no row may use them."""
+        if self._groups[0].are_shared(pages):
+            for found in self._tree.remove_below(pages):
+                self._give_back(found)
 
     def count_released(self, rows: Sequence[RowPages]) -> int:
         """Columns that `release` of all these rows would make available; changes nothing."""

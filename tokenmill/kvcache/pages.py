@@ -40,6 +40,10 @@ class PageGroup:
         self._owners[page] = _FREE
         self.free.append(page)
 
+    def are_shared(self, pages: Iterable[int]) -> bool:
+        """Whether the prefix tree owns one of these."""
+        return any(self._owners[page] == _TREE for page in pages)
+
     def check_invariants(self, *, row_pages: Iterable[int], tree_pages: Iterable[int]) -> None:
         """Assert that free, row and tree pages are disjoint and together are all pages."""
         places = [(_FREE, self.free), (_ROW, list(row_pages)), (_TREE, list(tree_pages))]

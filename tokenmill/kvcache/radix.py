@@ -5,7 +5,7 @@ One node is one full page of tokens in every page group. The tree says what to e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from heapq import heapify, heappop, heappush
 
 # The place above all first pages. It is no node: it holds no pages and cannot be pinned.
@@ -74,7 +74,7 @@ class PrefixTree:
             if self._pins[node] > 1:
                 return
             self.num_unpinned -= 1
-            node = self._parent(node)
+            node = self.parent(node)
 
     def unpin(self, node: int) -> None:
         """Take back one `pin`; nodes that nobody needs now become the most recently used ones."""
@@ -87,7 +87,7 @@ class PrefixTree:
             self._stamps[node] = self._clock
             if not self._num_children[node]:
                 self._push_leaf(node)
-            node = self._parent(node)
+            node = self.parent(node)
 
     def count_unpinned(self, nodes: Iterable[int]) -> int:
         """How many more nodes nobody would need after one `unpin` of each of these; changes nothing."""
@@ -100,7 +100,7 @@ class PrefixTree:
                 if pins[node]:
                     break
                 count += 1
-                node = self._parent(node)
+                node = self.parent(node)
         return count
 
     def evict(self) -> tuple[int, ...]:
@@ -109,6 +109,36 @@ class PrefixTree:
             stamp, node = heappop(self._leaves)
             if self._is_evictable(node) and self._stamps[node] == stamp:
                 return self._remove(node)
+
+    def parent(self, node: int) -> int:
+        """The node above, or ROOT."""
+        edge = self._edges[node]
+        assert edge is not None
+        return edge[0]
+
+    def remove_unused(self, node: int) -> tuple[int, ...] | None:
+        """Forget this node and return its pages, unless somebody needs it or one below it."""
+        return self._remove(node) if self._is_evictable(node) else None
+
+    def remove_below(self, first_pages: Set[int]) -> list[tuple[int, ...]]:
+        """Forget the nodes that hold one of these pages of the first group, and all below them.
+
+        Nobody may need any of them. Returns their pages.
+        """
+        children: dict[int, list[int]] = {}
+        found = []
+        for (parent, _), node in self._children.items():
+            children.setdefault(parent, []).append(node)
+            if self._pages[node][0] in first_pages:
+                found.append(node)
+        doomed: dict[int, None] = {}  # a set that keeps the order: parents before their children
+        while found:
+            node = found.pop()
+            doomed.pop(node, None)
+            doomed[node] = None
+            found += children.get(node, [])
+        assert not any(self._pins[node] for node in doomed), "somebody needs a page that is lost"
+        return [self._remove(node) for node in reversed(doomed)]
 
     def check_invariants(self, pinned: list[int]) -> None:
         """Assert that all counts follow from the edges and from `pinned`, the rows' nodes."""
@@ -130,7 +160,7 @@ class PrefixTree:
                 pins[node] += 1
                 if pins[node] > 1:
                     break
-                node = self._parent(node)
+                node = self.parent(node)
         leaves = set(self._leaves)
         for node in nodes:
             assert self._num_children[node] == num_children[node], f"children of node {node}"
@@ -142,11 +172,6 @@ class PrefixTree:
     def tree_pages(self, group: int) -> list[int]:
         """All pages of one group that are in the tree."""
         return [self._pages[node][group] for node in self._children.values()]
-
-    def _parent(self, node: int) -> int:
-        edge = self._edges[node]
-        assert edge is not None
-        return edge[0]
 
     def _is_evictable(self, node: int) -> bool:
         return not self._pins[node] and not self._num_children[node] and self._edges[node] is not None

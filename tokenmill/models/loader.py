@@ -97,7 +97,9 @@ def _fill(
 ) -> None:
     _check_names(slots, source, spec)
     _check_tensors(slots, source)
-    with tqdm(
+    # A class of its own, because tqdm's would start a thread that watches all bars and outlives them.
+    bar_class = type("ProgressBar", (tqdm,), {"monitor_interval": 0})
+    with bar_class(
         desc="loading weights",
         total=sum(slot.numel() * slot.element_size() for slot in slots.values()),
         unit="B",

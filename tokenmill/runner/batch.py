@@ -98,12 +98,21 @@ class Rows:
 
     def update(self, plan: StepPlan) -> None:
         """Write the plan's row starts; its page-table entries on the host only."""
-        if plan.new_rows is not None:
-            self._start_rows(plan.new_rows)
-            if self._forest is not None:
-                self._forest.forget()
         first = plan.page_groups == 0
         self._pages_SC[plan.page_slots[first], plan.page_columns[first]] = plan.page_ids[first]
+        if plan.new_rows is not None:
+            if self._forest is not None:
+                self._forest.forget()
+            self._start_rows(plan.new_rows)
+
+    def num_columns(self, num_tokens: int) -> int:
+        """Columns that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def pages(self, slot: int, num_tokens: int) -> list[int]:
+        """The pages, of the first group, of a row's first tokens."""
+        pages: list[int] = self._pages_SC[slot, : self.num_columns(num_tokens)].tolist()
+        return pages
 
     def write_pages(self, plan: StepPlan) -> None:
         """Write the plan's page-table entries on the device."""

@@ -31,7 +31,8 @@ class Changes:
 class Sampled:
     """Tokens of Q rows, and their log-probabilities where some row wants them."""
 
-    tokens_Q: torch.Tensor  # int64; int32 where they came to the host with their log-probabilities
+    # int64; int32 where they came to the host with their log-probabilities. Below 0: see `sampling.Draw`.
+    tokens_Q: torch.Tensor
     logprobs: TokenLogprobs | None
 
 
@@ -64,17 +65,17 @@ def draw_tokens(
     if needs.num_biases:
         logits_QV = adjustments.add_biases(logits_QV, slots_Q)
     logits_QV = changes.process(logits_QV)
-    tokens_Q = sample(logits_QV, columns, needs)
+    draw = sample(logits_QV, columns, needs)
     logprobs = None
     if needs.num_top is not None:
         logprobs = token_logprobs(
             logits_QV,
             rows.extras.logprob_temperatures(columns),
-            tokens_Q,
+            draw.told_R,
             rows.extras.given_ids(slots_Q, needs),
             num_top=needs.num_top,
         )
     if needs.penalties:
-        adjustments.count(tokens_Q, slots_Q)
-    rows.state.last_token_S[slots_Q] = tokens_Q
-    return Sampled(tokens_Q, logprobs)
+        adjustments.count(draw.tokens_R, slots_Q)
+    rows.state.last_token_S[slots_Q] = draw.tokens_R
+    return Sampled(draw.told_R, logprobs)

@@ -1,8 +1,9 @@
-"""Steps that no graph holds, kernel by kernel; a step for which memory does not suffice runs in parts.
+"""Steps that no graph holds, kernel by kernel; a step that fails, or lacks memory, runs in parts.
 
 Parts give the tokens of the whole: a step only writes keys and values at positions that it computes, and a
 row's last token when it is drawn, so what an attempt left behind is overwritten by the next one. Parts run
-in the order of the plan, whose rows read each other's pages only backwards.
+in the order of the plan, whose rows read each other's pages only backwards. Halves of halves lead to the
+row that makes a step fail; it ends alone (`quarantine.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tokenmill.messages import LongArray, StepPlan, TokenMasks
+from tokenmill.messages import Failure, LongArray, StepPlan, TokenMasks
 from tokenmill.runner.batch import Rows, SamplingInputs
 from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.insight import Shown, Wish, show, wishes
 from tokenmill.runner.processors import HostChanges
+from tokenmill.runner.quarantine import Quarantine, select
 from tokenmill.sampling import SamplingNeeds
 
 _Given = TypeVar("_Given")
@@ -50,7 +52,7 @@ class DrawnPart:
     sampled: Sampled | None
     hidden_QD: torch.Tensor | None  # of the rows that draw; None where none shows it
     shown: list[Shown]
-    failures: dict[int, str]  # slot -> what went wrong
+    failures: dict[int, Failure]  # by slot
     places: LongArray | None = None  # which of the rows that were drawn are the plan's; None: all
 
     @property
@@ -62,23 +64,30 @@ class DrawnPart:
 class EagerSteps:
     """Runs steps of one executor, whose rows have been updated with the plan."""
 
-    def __init__(self, executor: Executor, rows: Rows) -> None:
+    def __init__(self, executor: Executor, rows: Rows, quarantine: Quarantine) -> None:
         self._executor = executor
         self._rows = rows
+        self._quarantine = quarantine
         self._most_tokens = sys.maxsize  # of a part, as far as is known
         self._calm_steps = 0
 
     def forward(self, plan: StepPlan) -> list[Part]:
-        """Queue the step up to the logits, in as many parts as it takes."""
+        """Queue the step up to the logits, in as many parts as it takes, without the rows that fail."""
         self._relax()
+        most_tokens = self._most_tokens
         parts: list[Part] = []
-        rest: StepPlan | None = plan
-        while rest is not None:
-            piece, after = self._cut(rest)
-            part = self._attempt(self._forward, piece, piece)
-            if part is not None:
-                parts.append(part)
-                rest = after
+        waiting: list[StepPlan] = [plan]  # the first last
+        while waiting:
+            piece = self._quarantine.readable(waiting.pop())
+            if piece is None:
+                continue
+            piece, rest = self._cut(piece)
+            waiting += [] if rest is None else [rest]
+            made = self._attempt(self._forward, piece, piece, most_tokens=most_tokens)
+            if isinstance(made, Part):
+                parts.append(made)
+            else:
+                waiting += reversed(made)
         return parts
 
     def draw(self, parts: list[Part], plan: StepPlan, masks: TokenMasks | None) -> list[DrawnPart]:
@@ -87,14 +96,22 @@ class EagerSteps:
         The list is used up, so that logits are freed as soon as they can be.
         """
         needs = self._rows.sampling_needs(plan.slots[plan.samples])
+        most_tokens = self._most_tokens
         drawn: list[DrawnPart] = []
         while parts:
-            piece = parts[0].plan
-            part = self._attempt(lambda part: self._draw(part, needs, masks), parts.pop(0), piece)
-            if part is not None:
-                drawn.append(part)
+            part = parts.pop(0)
+            made = self._attempt(
+                lambda part: self._draw(part, needs, masks),
+                part,
+                part.plan,
+                most_tokens=most_tokens,
+                is_drawing=True,
+            )
+            if isinstance(made, DrawnPart):
+                drawn.append(made)
             else:
-                parts[:0] = self.forward(piece)
+                del part  # and with it the logits
+                parts[:0] = [again for piece in made for again in self.forward(piece)]
         return drawn
 
     def _forward(self, plan: StepPlan) -> Part:
@@ -133,23 +150,43 @@ class EagerSteps:
         hidden = part.made.hidden_QD if self._rows.extras.show_hidden(slots) else None
         return DrawnPart(part.plan, sampled, hidden, part.shown, failures)
 
-    # ── when memory runs out ──────────────────────────────────────────────────────────────────
+    # ── when a step fails ─────────────────────────────────────────────────────────────────────
 
-    def _attempt(self, work: Callable[[_Given], _Made], given: _Given, plan: StepPlan) -> _Made | None:
-        """What `work` makes; None if there was no memory for it, and smaller parts are to be tried."""
-        num_tokens = int(plan.counts.sum())
+    def _attempt(
+        self,
+        work: Callable[[_Given], _Made],
+        given: _Given,
+        plan: StepPlan,
+        *,
+        most_tokens: int,
+        is_drawing: bool = False,
+    ) -> _Made | list[StepPlan]:
+        """What `work` makes. If it fails, what is to be tried instead: nothing if the only row failed.
+
+        Every failure makes parts smaller or rows fewer, so there is an end to it.
+        """
         try:
             return work(given)
-        except torch.OutOfMemoryError as error:
-            if num_tokens == 1:
-                raise
-            _log.warning("no memory for %d tokens at once, trying half of them: %s", num_tokens, error)
+        except Exception as error:
+            failure = self._quarantine.judge(error)
         # Only here, out of the handler, the tensors of the failed attempt are gone.
-        self._most_tokens = -(-num_tokens // 2)
-        self._calm_steps = 0
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return None
+        if failure.error_type == "out_of_memory":
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            num_tokens = int(plan.counts.sum())
+            if num_tokens > 1:
+                _log.warning("no memory for %d tokens at once, trying half of them", num_tokens)
+                self._most_tokens = -(-num_tokens // 2)
+                self._calm_steps = 0
+                return [plan]
+            self._most_tokens = most_tokens  # smaller parts did not help
+        elif len(plan.slots) > 1:
+            rows, middle = np.arange(len(plan.slots)), len(plan.slots) // 2
+            return [select(plan, rows[:middle]), select(plan, rows[middle:])]
+        end = int(plan.starts[0] + plan.counts[0])
+        # A draw comes after keys and values; its row must not go on, yet others may read what it wrote.
+        self._quarantine.fail(plan, failure, first_lost=end - 1 if is_drawing else int(plan.starts[0]))
+        return []
 
     def _cut(self, plan: StepPlan) -> tuple[StepPlan, StepPlan | None]:
         """As much of a plan as fits, and the rest."""

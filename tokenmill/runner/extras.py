@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tokenmill.messages import IntArray, RowExtras, RowStarts
+from tokenmill.messages import Failure, IntArray, RowExtras, RowStarts
 from tokenmill.sampling import Adjustments, SamplingColumns, SamplingNeeds
 from tokenmill.sampling.logprobs import effective_temperatures
 
@@ -36,7 +36,7 @@ class Extras:
         self._device = device
         self._logprobs_ignore_temperature = logprobs_ignore_temperature
         self._of_slot: dict[int, RowExtras] = {}
-        self._failures: dict[int, str] = {}  # slots that cannot have what they need
+        self._failures: dict[int, Failure] = {}  # slots that cannot have what they need
         self._is_penalized_S = np.zeros(num_slots, dtype=np.bool_)
         self._is_biased_S = np.zeros(num_slots, dtype=np.bool_)
         self._num_top_S = np.full(num_slots, _NO_LOGPROBS, dtype=np.int32)
@@ -70,7 +70,7 @@ class Extras:
         """Whether some of these rows draw only after the host has had its say, or show more than tokens."""
         return bool(self._of_slot) and bool(self._is_late_S[slots].any())
 
-    def failures(self, slots: IntArray) -> dict[int, str]:
+    def failures(self, slots: IntArray) -> dict[int, Failure]:
         """Why some of these rows cannot go on."""
         return {slot: self._failures[slot] for slot in slots.tolist() if slot in self._failures}
 
@@ -132,7 +132,8 @@ class Extras:
                 prompt_ids=[row.prompt_ids[: None if row.penalize_prompt else 0] for row in rows.values()],
             )
         except torch.OutOfMemoryError as error:
-            self._failures.update(dict.fromkeys(rows, f"there is no memory to count tokens in: {error}"))
+            message = f"there is no memory to count tokens in: {error}"
+            self._failures.update(dict.fromkeys(rows, Failure(message, "out_of_memory", 503)))
         else:
             self._is_penalized_S[list(rows)] = True
 

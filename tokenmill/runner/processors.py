@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tokenmill.errors import told
-from tokenmill.messages import IntArray, TokenMasks
+from tokenmill.messages import Failure, IntArray, TokenMasks
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.drawing import Changes
 from tokenmill.sampling import mask_stops
@@ -26,7 +26,7 @@ _log = logging.getLogger("tokenmill")
 class HostChanges(Changes):
     """The changes of one step's rows that draw, given by their slots.
 
-    `failures` has a message for each slot whose processor failed; what it draws is void.
+    `failures` has an entry for each slot whose processor failed; what it draws is void.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HostChanges(Changes):
         *,
         masks: TokenMasks | None,
         masked_stop_ids_QK: torch.Tensor | None,
-        failures: dict[int, str],
+        failures: dict[int, Failure],
     ) -> None:
         self._rows = rows
         self._slots = slots
@@ -83,7 +83,7 @@ class HostChanges(Changes):
                 return
             slot = int(self._slots[rows[0]])
             _log.warning("a logit processor failed", exc_info=True)
-            self._failures[slot] = f"its logit processor failed: {told(error)}"
+            self._failures[slot] = Failure(f"its logit processor failed: {told(error)}")
 
     def _processed(self, processor: Any, logits_QV: torch.Tensor, rows: list[int]) -> torch.Tensor:
         params = []

@@ -180,7 +180,7 @@ def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
 
 
 def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
-    """One step from what `pack` says of it, on the device; the tokens drawn for all rows (int64 [R])."""
+    """One step from what `pack` says of it, on the device; what the host is told of the draws of all rows."""
     state, kind = rows.state, shape.kind
     tokens, step_rows, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
     slot_T, position_T, given_T = tokens.to(torch.int64).view(3, -1)
@@ -203,6 +203,6 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_RD = executor.forward(token_id_T, layout, needed_N=last_R)
-    tokens_R = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), kind.needs)
-    state.last_token_S[drawing_R] = tokens_R
-    return tokens_R
+    draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), kind.needs)
+    state.last_token_S[drawing_R] = draw.tokens_R
+    return draw.told_R

@@ -7,21 +7,29 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tokenmill.messages import FloatArray, IntArray, Logprobs, LongArray, StepPlan, StepResult
+from tokenmill.messages import Failure, FloatArray, IntArray, Logprobs, LongArray, StepPlan, StepResult
 from tokenmill.runner.drawing import Sampled
 from tokenmill.runner.eager import DrawnPart
 from tokenmill.runner.insight import Shown
+from tokenmill.runner.quarantine import Losses
+from tokenmill.sampling.columns import NOT_A_NUMBER
 from tokenmill.sampling.logprobs import TokenLogprobs
 
 Send = Callable[[torch.Tensor], torch.Tensor]
+
+_NOT_A_NUMBER = Failure("the model computed logits that are not numbers (NaN), so no token can be drawn")
+_NOTHING_ALLOWED = Failure(
+    "every logit is -inf, so no token can be drawn: the model, a bias or a logit processor forbids them all"
+)
 
 
 class Results:
     """Results of one step on their way."""
 
-    def __init__(self, plan: StepPlan, parts: list[DrawnPart], device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, parts: list[DrawnPart], losses: Losses, device: torch.device) -> None:
         """Queue the copies; the tensors of `parts` may be overwritten by later steps."""
-        self._plan = plan
+        self.plan = plan
+        self.losses = losses
         self._ready: torch.cuda.Event | None = None
         if device.type == "cpu":
             self._parts = parts
@@ -34,17 +42,39 @@ class Results:
         """Wait for the step."""
         if self._ready is not None:
             self._ready.synchronize()
-        plan, parts = self._plan, self._parts
+        plan = self.plan
+        drawn = [part for part in self._parts if part.sampled is not None]
+        tokens = np.concatenate([_tokens(part) for part in drawn]) if drawn else np.zeros(0, np.int32)
         token_ids = np.full(len(plan.samples), -1, dtype=np.int32)
-        drawn = [part for part in parts if part.sampled is not None]
-        if drawn:
-            token_ids[plan.samples] = np.concatenate([_tokens(part) for part in drawn])
-        if not any(part.has_extras for part in parts):
-            return StepResult(token_ids, logprobs=_logprobs(drawn))
+        if self.losses or any(part.has_extras for part in self._parts) or (tokens < 0).any():
+            return self._uncommon_result(token_ids, tokens, drawn)
+        token_ids[plan.samples] = tokens
+        return StepResult(token_ids, logprobs=_logprobs(drawn))
+
+    def _uncommon_result(
+        self, token_ids: IntArray, tokens: IntArray | LongArray, drawn: list[DrawnPart]
+    ) -> StepResult:
+        """With what rows are shown, and with rows that failed or are missing."""
+        plan, parts, losses = self.plan, self._parts, self.losses
         row_of_slot = {slot: row for row, slot in enumerate(plan.slots.tolist())}
+        slots = [slot for part in drawn for slot in part.plan.slots[part.plan.samples].tolist()]
+        rows = [row_of_slot[slot] for slot in slots]
+        token_ids[rows] = tokens
+        failures = {
+            slots[index]: _NOT_A_NUMBER if tokens[index] == NOT_A_NUMBER else _NOTHING_ALLOWED
+            for index in np.flatnonzero(tokens < 0).tolist()
+        }
+        for part in parts:
+            failures |= part.failures
+        failures |= losses.failures
+        logprobs = _logprobs(drawn)
+        if logprobs is not None and len(rows) < plan.samples.sum():
+            places = np.zeros(len(plan.samples), dtype=np.int64)  # rows that are missing repeat some other
+            places[rows] = np.arange(len(rows))
+            logprobs = logprobs.at(places[plan.samples])
         return StepResult(
             token_ids,
-            logprobs=_logprobs(drawn),
+            logprobs=logprobs,
             prompt_logprobs=tuple(
                 (row_of_slot[slot], shown.wish.start + 1, _columns(shown.logprobs))
                 for slot, shown in _shown(parts)
@@ -58,9 +88,9 @@ class Results:
                 ),
                 *(entry for part in drawn for entry in _drawing_hidden(part, row_of_slot)),
             ),
-            failures=tuple(
-                (row_of_slot[slot], message) for part in parts for slot, message in part.failures.items()
-            ),
+            failures=tuple((row_of_slot[slot], failure) for slot, failure in failures.items()),
+            postponed=tuple(sorted(row_of_slot[slot] for slot in losses.postponed)),
+            lost_pages=tuple(sorted(losses.pages)),
         )
 
 

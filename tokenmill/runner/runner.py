@@ -31,6 +31,7 @@ from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.memory import PoolSize, build_executor
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.prompt_graphs import PromptGraphs
+from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import Recorder
 from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
@@ -52,6 +53,7 @@ class _Launched:
     """A launched step: drawn by its graph, up to its logits in a graph, or in parts kernel by kernel."""
 
     plan: StepPlan
+    runnable: StepPlan  # its rows that can be computed; the plan itself where none of them can
     work: DrawnPart | Unsampled | list[Part]
 
 
@@ -89,7 +91,8 @@ class LocalRunner:
                 sharing=self._executor.sharing,
                 logprobs_ignore_temperature=config.logprobs_ignore_temperature,
             )
-        self._steps = EagerSteps(self._executor, self._rows)
+        self._quarantine = Quarantine(self._rows, placement.device)
+        self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         self._open_graphs = partial(_graphs, self._executor, self._rows, placement, weights, spec.vocab_size)
         self._graphs = self._open_graphs()
         self._profiler = Profiler(placement.device)
@@ -115,9 +118,15 @@ class LocalRunner:
         with torch.inference_mode():
             if len(plan.copy_sources):
                 self._copy_pages(plan)
-            self._rows.update(plan)
-            replayed = self._replay(plan)
-            self._launched = _Launched(plan, self._steps.forward(plan) if replayed is None else replayed)
+            runnable = self._quarantine.start(plan)
+            if runnable is None:
+                self._launched = _Launched(plan, plan, [])
+                return
+            if runnable is not plan:
+                self._rows.write_pages(plan)
+            replayed = self._try_replay(runnable)
+            work = self._steps.forward(runnable) if replayed is None else replayed
+            self._launched = _Launched(plan, runnable, work)
 
     def sample(self, masks: TokenMasks | None) -> None:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
@@ -128,14 +137,20 @@ class LocalRunner:
                 case DrawnPart():
                     drawn = [step.work]
                 case Unsampled():
-                    drawn = self._draw_late(step.plan, step.work, masks)
+                    drawn = self._draw_late(step.runnable, step.work, masks)
                 case list():
-                    drawn = self._steps.draw(step.work, step.plan, masks)
-            self._in_flight.append(Results(step.plan, drawn, self._device))
+                    drawn = self._steps.draw(step.work, step.runnable, masks)
+            self._in_flight.append(self._send(step.plan, drawn))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step and return its tokens, and what else its rows asked for."""
-        return self._in_flight.popleft().result()
+        results = self._in_flight.popleft()
+        self._quarantine.collected(results.losses)
+        try:
+            return results.result()
+        except Exception as error:
+            results.losses.fail_all(results.plan, self._quarantine.judge(error))
+        return Results(results.plan, [], results.losses, self._device).result()
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Answer a call between two steps; see `_calls` for their names."""
@@ -152,6 +167,7 @@ class LocalRunner:
         del (
             self._executor,
             self._rows,
+            self._quarantine,
             self._steps,
             self._graphs,
             self._open_graphs,
@@ -160,6 +176,24 @@ class LocalRunner:
         )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _send(self, plan: StepPlan, drawn: list[DrawnPart]) -> Results:
+        """Queue the way of a step's results to the host; if they cannot be sent, its rows fail."""
+        losses = self._quarantine.losses
+        try:
+            return Results(plan, drawn, losses, self._device)
+        except Exception as error:
+            losses.fail_all(plan, self._quarantine.judge(error))
+        return Results(plan, [], losses, self._device)
+
+    def _try_replay(self, plan: StepPlan) -> DrawnPart | Unsampled | None:
+        """As `_replay`, which may also fail."""
+        try:
+            return self._replay(plan)
+        except Exception as error:
+            self._quarantine.judge(error)
+        self._rows.write_pages(plan)
+        return None
 
     def _replay(self, plan: StepPlan) -> DrawnPart | Unsampled | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
@@ -183,7 +217,15 @@ class LocalRunner:
         return self._rows.hides_stops(plan.slots[plan.samples], ends[plan.samples])
 
     def _draw_late(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
-        """Draw for the plan's rows of what a graph made; the others are spare ones."""
+        """Draw for the plan's rows of what a graph made; if that fails, the step begins anew without it."""
+        try:
+            return self._draw_made(plan, made, masks)
+        except Exception as error:
+            self._quarantine.judge(error)
+        return self._steps.draw(self._steps.forward(plan), plan, masks)
+
+    def _draw_made(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
+        """Draw from the logits of a graph, whose rows after the plan's are spare ones."""
         masks_only = self._rows.extras.wait_for_masks_only(plan.slots) and not self._hides_stops(plan)
         if self._graphs is not None and masks_only:
             sampled = self._graphs.draws.replay(made, plan.slots, masks)

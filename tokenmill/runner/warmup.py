@@ -25,6 +25,7 @@ from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import decode_step
 from tokenmill.runner.hardware import Placement
+from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
 from tokenmill.sampling.masks import apply_masks
@@ -83,7 +84,8 @@ class Scout:
             device=placement.device,
             sharing=self._executor.sharing,
         )
-        self._steps = EagerSteps(self._executor, self._rows)
+        self._quarantine = Quarantine(self._rows, placement.device)
+        self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
 
     def compile(self) -> ParallelCompilation:
         """Start to compile what the model's steps launch; `wait` for it before the first of them."""
@@ -128,6 +130,8 @@ class Scout:
 
     def _run(self, plan: StepPlan) -> None:
         self._steps.draw(self._steps.forward(plan), plan, None)
+        for failure in self._quarantine.losses.failures.values():  # no row of a real step would fare better
+            raise RuntimeError(failure.message)
         self._forget_tokens()
 
     def _decode(self, size: int, kind: StepKind) -> None:

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+# Told instead of a token: some logit of the row is NaN; every logit is -inf.
+NOT_A_NUMBER = -1
+NOTHING_ALLOWED = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What was drawn for R rows: what the device goes on with, and what the host is told."""
+
+    tokens_R: torch.Tensor  # int64, an id of the vocabulary in every row
+    told_R: torch.Tensor  # int64, the same; NOT_A_NUMBER or NOTHING_ALLOWED where no token can be drawn
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:

@@ -8,22 +8,21 @@ from types import ModuleType
 import torch
 
 from tokenmill.sampling import torch_draw
-from tokenmill.sampling.columns import SamplingColumns, SamplingNeeds
+from tokenmill.sampling.columns import Draw, SamplingColumns, SamplingNeeds
 
 
-def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNeeds) -> torch.Tensor:
-    """Draw one token per row: int64 [R].
+def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNeeds) -> Draw:
+    """Draw one token per row.
 
     `logits_RV` is float32, bfloat16 or float16 and is only read. A draw depends on the row's logits and
     parameters, its seed and its position: never on the other rows, bit for bit. Never returns a token
-    that was filtered out or whose logit is -inf or NaN, except in a row where all are: it returns 0.
+    that was filtered out or whose logit is -inf; a row with a NaN, or where all are -inf, draws nothing.
     On CUDA with Triton nothing is synchronised and the launches can be captured in a graph.
     """
     kernels = _triton_kernels() if logits_RV.is_cuda else None
     if kernels is None:
         return torch_draw.sample(logits_RV, columns, needs)
-    tokens: torch.Tensor = kernels.sample(logits_RV, columns, filters=needs.random and needs.filters)
-    return tokens
+    return Draw(*kernels.sample(logits_RV, columns, filters=needs.random and needs.filters))
 
 
 def mask_stops(logits_RV: torch.Tensor, stop_ids_RK: torch.Tensor, masked_R: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ class TokenLogprobs:
 
     @property
     def tokens_R(self) -> torch.Tensor:
-        """The tokens that were drawn, int32."""
+        """The tokens that were drawn, int32; below 0 where none was (`Draw.told_R`)."""
         return self.packed_RC[:, 0]
 
     @property
@@ -66,8 +66,8 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-softmax of logits / temperature at `tokens_R`, at the likeliest and at `given_ids_RI` (int64).
 
-    `logits_RV` is only read; NaN counts as -inf. On CUDA nothing is synchronised and the launches can be
-    captured in a graph.
+    `logits_RV` is only read; NaN counts as -inf, and a token below 0 is none. On CUDA nothing is
+    synchronised and the launches can be captured in a graph.
     """
     num_top = min(num_top, logits_RV.shape[1])
     pack = pack_on_gpu if logits_RV.is_cuda else pack_torch
@@ -119,7 +119,7 @@ def pack_torch(
     return torch.cat(
         [
             tokens_R[:, None].int(),
-            bits(values_RV.gather(1, tokens_R[:, None])),
+            bits(values_RV.gather(1, tokens_R[:, None].clamp(min=0))),
             bits(top_RK),
             top_ids_RK.int(),
             bits(values_RV.gather(1, given_ids_RI)),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.sampling.columns import SamplingColumns, SamplingNeeds
+from tokenmill.sampling.columns import NOT_A_NUMBER, NOTHING_ALLOWED, Draw, SamplingColumns, SamplingNeeds
 from tokenmill.sampling.philox import uniforms
 
 BLOCK = 4096
@@ -28,6 +28,7 @@ TEMPERATURES = (1e-30, 1e30)
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _INT_MAX = torch.iinfo(torch.int64).max
+_LARGEST = 2.0**127  # logits beyond it, +inf among them, count as this
 # Rows are worked on in chunks of about this many logits, which stay in the processor's cache.
 _CHUNK_LOGITS = 2**17
 # The logits that decide most filtered rows come from this many stripes.
@@ -45,6 +46,7 @@ class _Rows:
     top_ks_R: torch.Tensor  # int64, at most V
     top_ps_R: torch.Tensor
     min_ps_R: torch.Tensor
+    maxima_R: torch.Tensor  # float32, NaN if there is one
     stripe_maxima_RS: torch.Tensor  # float32
     block_sums_RN: torch.Tensor  # int64, weights relative to the block's maximum
 
@@ -53,26 +55,36 @@ class _Rows:
         return _Rows(self.logits_RV, *columns)
 
 
-def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNeeds) -> torch.Tensor:
+def sample(logits_RV: torch.Tensor, columns: SamplingColumns, needs: SamplingNeeds) -> Draw:
     """`tokenmill.sampling.sample` in torch; on CUDA it works, but synchronises."""
     if not needs.random or not len(logits_RV):
-        return _argmax(logits_RV)
+        return _draw(*_argmax(logits_RV))
     logits_RV = logits_RV.contiguous()
     greedy_R = (columns.temperatures_R <= 0) | (columns.top_ks_R == 1)
     filtered_R = torch.zeros_like(greedy_R)
     if needs.filters:
         filtered_R = ~greedy_R & _uses_filters(columns, logits_RV.shape[1])
     tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    maxima_R = torch.empty_like(tokens_R, dtype=torch.float32)
     greedy, plain, filtered = (
         torch.nonzero(rows_R).squeeze(1) for rows_R in (greedy_R, ~greedy_R & ~filtered_R, filtered_R)
     )
     if len(greedy):
-        tokens_R[greedy] = _argmax(logits_RV.index_select(0, greedy))
-    if len(plain):
-        tokens_R[plain] = _draw_plain(_read(logits_RV, columns, plain))
-    if len(filtered):
-        tokens_R[filtered] = _draw_filtered(_read(logits_RV, columns, filtered))
-    return tokens_R
+        tokens_R[greedy], maxima = _argmax(logits_RV.index_select(0, greedy))
+        maxima_R[greedy] = maxima.to(torch.float32)
+    for some, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
+        if len(some):
+            rows = _read(logits_RV, columns, some)
+            tokens_R[some], maxima_R[some] = draw(rows), rows.maxima_R
+    return _draw(tokens_R, maxima_R)
+
+
+def _draw(tokens_R: torch.Tensor, maxima_R: torch.Tensor) -> Draw:
+    """The largest logit of a row says whether a token can be drawn; it is NaN if any is."""
+    if bool((maxima_R > -torch.inf).all()):
+        return Draw(tokens_R, tokens_R)
+    told_R = tokens_R.masked_fill(maxima_R.isnan(), NOT_A_NUMBER)
+    return Draw(tokens_R, told_R.masked_fill_(maxima_R == -torch.inf, NOTHING_ALLOWED))
 
 
 def _uses_filters(columns: SamplingColumns, vocab_size: int) -> torch.Tensor:
@@ -80,26 +92,24 @@ def _uses_filters(columns: SamplingColumns, vocab_size: int) -> torch.Tensor:
     return limited_R | (columns.top_ps_R < 1) | (columns.min_ps_R > 0)
 
 
-def _argmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Lowest id of the largest logit; NaN counts as -inf. By blocks: `amax` is far quicker than `argmax`."""
+def _argmax(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest id of the largest logit, and that logit. By blocks: `amax` is far quicker than `argmax`."""
     vocab_size = logits_RV.shape[1]
     whole = vocab_size - vocab_size % ARGMAX_BLOCK
     maxima = [logits_RV[:, :whole].unflatten(1, (-1, ARGMAX_BLOCK)).amax(-1)] if whole else []
     if whole < vocab_size:
         maxima.append(logits_RV[:, whole:].amax(1, keepdim=True))
     maxima_RN = torch.cat(maxima, 1)
-    if bool(maxima_RN.isnan().any()):
-        return _argmax(_clean(logits_RV.to(torch.float32, copy=True)))
     starts_R = maxima_RN.argmax(1) * ARGMAX_BLOCK
     # Past the end the last id is repeated; the first of equals wins, so the repetition never does.
     lanes = torch.arange(min(ARGMAX_BLOCK, vocab_size), device=logits_RV.device)
     ids_RB = (starts_R[:, None] + lanes).clamp_(max=vocab_size - 1)
-    return starts_R + logits_RV.gather(1, ids_RB).argmax(1)
+    return starts_R + logits_RV.gather(1, ids_RB).argmax(1), maxima_RN.amax(1)
 
 
 def _clean(values: torch.Tensor) -> torch.Tensor:
     """In place: NaN becomes -inf, +inf a very large number, so that differences of values are never NaN."""
-    return values.nan_to_num_(nan=-torch.inf, posinf=2.0**127, neginf=-torch.inf)
+    return values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf).clamp_(max=_LARGEST)
 
 
 def _exponentials(values: torch.Tensor, maxima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -118,7 +128,7 @@ def _read(logits_RV: torch.Tensor, columns: SamplingColumns, rows_R: torch.Tenso
     temperatures_R = columns.temperatures_R[rows_R].clamp(*TEMPERATURES)
     scales_R = torch.full_like(temperatures_R, LOG2_E) / temperatures_R
     top_ks_R = columns.top_ks_R[rows_R].to(torch.int64)
-    stripe_maxima_RS, block_sums_RN = _sum_rows(logits_RV, rows_R, scales_R)
+    maxima_R, stripe_maxima_RS, block_sums_RN = _sum_rows(logits_RV, rows_R, scales_R)
     return _Rows(
         logits_RV=logits_RV,
         rows_R=rows_R,
@@ -127,6 +137,7 @@ def _read(logits_RV: torch.Tensor, columns: SamplingColumns, rows_R: torch.Tenso
         top_ks_R=torch.where(top_ks_R > 0, top_ks_R, vocab_size).clamp(max=vocab_size),
         top_ps_R=columns.top_ps_R[rows_R],
         min_ps_R=columns.min_ps_R[rows_R],
+        maxima_R=maxima_R,
         stripe_maxima_RS=stripe_maxima_RS,
         block_sums_RN=block_sums_RN,
     )
@@ -134,8 +145,8 @@ def _read(logits_RV: torch.Tensor, columns: SamplingColumns, rows_R: torch.Tenso
 
 def _sum_rows(
     logits_RV: torch.Tensor, rows_R: torch.Tensor, scales_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maxima of stripes and sums of blocks of the given rows, chunk by chunk in two small buffers."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Maxima of rows and stripes, sums of blocks of the given rows; chunk by chunk in two small buffers."""
     num_rows, vocab_size = len(rows_R), logits_RV.shape[1]
     unit = BLOCK if vocab_size > BLOCK else STRIPE
     padded_size = -(-vocab_size // unit) * unit
@@ -149,22 +160,26 @@ def _sum_rows(
             floats[place, :vocab_size].copy_(logits_RV[row])
         floats[:count, vocab_size:].fill_(-torch.inf)
         parts.append(_sum_blocks(floats[:count], scales, doubles[:count]))
-    return torch.cat([maxima for maxima, _ in parts]), torch.cat([sums for _, sums in parts])
+    maxima, stripe_maxima, block_sums = zip(*parts, strict=True)
+    return torch.cat(maxima), torch.cat(stripe_maxima), torch.cat(block_sums)
 
 
 def _sum_blocks(
     floats: torch.Tensor, scales: torch.Tensor, doubles: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maxima of stripes and sums of blocks of padded float32 rows, which are overwritten.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Maxima of rows and stripes, sums of blocks of padded float32 rows, which are overwritten.
 
     The whole numbers are summed as float64: quicker than int64, exact up to BLOCK * 2**WEIGHT_BITS = 2**52.
     """
-    stripe_maxima = _clean(floats).unflatten(1, (-1, STRIPE)).amax(-1)
+    stripe_maxima = floats.unflatten(1, (-1, STRIPE)).amax(-1)
+    maxima = stripe_maxima.amax(1)
+    if not bool((maxima <= _LARGEST).all()):
+        stripe_maxima = _clean(floats).unflatten(1, (-1, STRIPE)).amax(-1)
     block_maxima = _block_maxima(stripe_maxima)[:, :, None]
     blocks = floats.unflatten(1, (block_maxima.shape[1], -1))
     _exponentials(blocks, block_maxima, scales[:, None, None]).mul_(2.0**WEIGHT_BITS).floor_()
     sums = doubles.copy_(floats).view(blocks.shape).sum(-1)
-    return stripe_maxima, sums.to(torch.int64)
+    return maxima, stripe_maxima, sums.to(torch.int64)
 
 
 def _block_maxima(stripe_maxima_RS: torch.Tensor) -> torch.Tensor:
