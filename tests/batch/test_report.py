@@ -188,7 +188,7 @@ def test_a_job_without_rows_has_a_page_too(show: Any) -> None:
     browser = show(figures.summary())
     assert complaints(browser) == []
     assert texts(browser, "#tile-rows dd")[0].startswith("0")
-    assert texts(browser, "#tile-idle dd") == ["not measured"]
+    assert texts(browser, "#tile-idle dd") == ["?not measured"]
     assert "No row got that far." in texts(browser, "#latency .missing")
     assert texts(browser, "#errors .missing") == ["None."]
 

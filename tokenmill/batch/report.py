@@ -121,7 +121,12 @@ def _tiles(summary: Mapping[str, Any]) -> Element:
         _tile("prompt-tokens", "Prompt tokens", f"{tokens['prompt']:,}", _rate(speed, "prompt")),
         _tile("output-tokens", "Output tokens", f"{tokens['output']:,}", _rate(speed, "output")),
         _tile("cached", "From the cache", _percent(summary["cached_share"]), f"{tokens['cached']:,} tokens"),
-        _tile("idle", "Device idle", "not measured" if idle is None else _percent(idle), ""),
+        _tile(
+            "idle",
+            "Device idle",
+            "?" if idle is None else _percent(idle),
+            "not measured" if idle is None else "",
+        ),
         class_="tiles",
     )
 
@@ -210,7 +215,9 @@ def _idle(shares: Sequence[float | None], ends: Sequence[float]) -> Element:
 
 def _rows(summary: Mapping[str, Any]) -> list[Element]:
     return [
-        _histogram("latency", "Latency", "seconds", summary["latency_seconds"], _three_digits),
+        _histogram(
+            "latency", "Latency", "seconds, waiting included", summary["latency_seconds"], _three_digits
+        ),
         _histogram("prompt-length", "Prompt length", "tokens", summary["prompt_length"], short),
         _histogram("output-length", "Output length", "tokens", summary["output_length"], short),
         _finish_reasons(summary["finish_reasons"]),
