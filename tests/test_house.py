@@ -35,10 +35,11 @@ GRANTS: dict[str, set[str]] = {
     # Thin shells for users of SGLang's module names.
     "utils": {"__init__", "engine", "frontend"},
     "test": {"__init__"},
-    "cli": {"__init__", "server", "batch", "bench", "engine"},
+    "cli": {"__init__", "server", "batch", "bench", "engine", "flags"},
+    "flags": set(),
     "bench": {"engine"},
     "server": {"engine", "frontend"},
-    "batch": {"engine", "frontend"},
+    "batch": {"engine", "frontend", "flags", "hub"},  # hub: which files a journal's answers came from
     "engine": {"frontend"},
     "frontend": {"core.launch", "multimodal", "hub"},
     "multimodal": set(),
@@ -134,6 +135,7 @@ PUBLIC = {
     "TokenmillError",
     "InvalidArgument",
     "InvalidRequest",
+    "JobStopped",
     "QueueFull",
     "RequestFailed",
     "RequestTimeout",

@@ -6,6 +6,7 @@ the package is quick and touches neither torch nor transformers.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
@@ -15,6 +16,7 @@ from tokenmill.errors import (
     Interrupted,
     InvalidArgument,
     InvalidRequest,
+    JobStopped,
     ModelNotFound,
     QueueFull,
     RequestFailed,
@@ -40,6 +42,7 @@ __all__ = [
     "Interrupted",
     "InvalidArgument",
     "InvalidRequest",
+    "JobStopped",
     "ModelNotFound",
     "QueueFull",
     "RequestFailed",
@@ -56,6 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "batch":
+        return importlib.import_module("tokenmill.batch")
     if name != "Engine":
         raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
     from tokenmill.engine import Engine

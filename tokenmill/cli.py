@@ -1,14 +1,13 @@
-"""The command line: `tokenmill generate`, `chat`, `info` and `bench`.
+"""The command line: `tokenmill generate`, `chat`, `batch`, `info` and `bench`.
 
-Owns flags, printing and exit codes. Flags are made from the fields of `EngineConfig` and `SamplingParams`,
-and what they mean is decided there.
+Owns commands, printing and exit codes. What the flags of engine and sampling mean is decided where their
+fields are; the command `batch` is in `batch/command.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
@@ -16,15 +15,14 @@ import platform
 import shlex
 import sys
 import time
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tokenmill import __version__, bench
-from tokenmill.config import EngineConfig
+from tokenmill.batch.command import add_command
 from tokenmill.errors import InvalidArgument
+from tokenmill.flags import add_engine_flags, add_sampling_flags, given
 from tokenmill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,15 +34,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE
 
-# Fields that make no sense here: this program prints text, and prints it piece by piece itself.
-_NO_FLAG = {
-    "skip_tokenizer_init",
-    "cumulative_stream",
-    "preferred_sampling_params",
-    "logprobs_ignore_temperature",
-}
-# The engine's flag of the same name serves both; there are no logit processors here to read the others.
-_NO_SAMPLING_FLAG = {"stream_interval", "custom_params"}
 _CHAT_COMMANDS = "/reset starts a new conversation, /exit ends"
 
 
@@ -53,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `arguments` are those after the program's name (default: of this process).
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given, argparse.Namespace(arguments=given))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words, argparse.Namespace(arguments=words))
     try:
         code: int = options.command(options)
         sys.stdout.flush()
@@ -104,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="*", metavar="prompt", help="text to continue")
     generate.add_argument("--stream", action="store_true", help="print text as it is generated")
     generate.add_argument("--json", action="store_true", help="print one JSON object per line")
-    _add_sampling_flags(generate)
-    _add_engine_flags(generate)
+    add_sampling_flags(generate)
+    add_engine_flags(generate)
     generate.set_defaults(command=_generate)
 
     chat = commands.add_parser(
@@ -115,9 +104,11 @@ def _parser() -> argparse.ArgumentParser:
         "An answer is as long as the context allows unless --max-new-tokens is given.",
     )
     chat.add_argument("--system", help="system message that opens every conversation")
-    _add_sampling_flags(chat, without={"n"})
-    _add_engine_flags(chat)
+    add_sampling_flags(chat, without={"n"})
+    add_engine_flags(chat)
     chat.set_defaults(command=_chat)
+
+    add_command(commands)
 
     info = commands.add_parser(
         "info",
@@ -125,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Load a model and print what it is, where it runs, the memory it takes, and versions.",
     )
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_engine_flags(info)
+    add_engine_flags(info)
     info.set_defaults(command=_info)
 
     measure = commands.add_parser(
@@ -135,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "counted, the table shows medians. w6, from the constructor to the first token, is always there.",
     )
     _add_bench_flags(measure)
-    _add_engine_flags(measure)
+    add_engine_flags(measure)
     measure.set_defaults(command=_bench)
     return parser
 
@@ -155,89 +146,17 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="append one JSON object per run to this file")
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    _add_flags(group, EngineConfig, "engine", without=_NO_FLAG, names={"model_path": ("--model",)})
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = ()) -> None:
-    group = parser.add_argument_group("sampling")
-    unsupported = {f.name for f in dataclasses.fields(SamplingParams) if not f.metadata["supported"]}
-    _add_flags(group, SamplingParams, "sampling", without={*unsupported, *_NO_SAMPLING_FLAG, *without})
-
-
-def _add_flags(
-    group: argparse._ArgumentGroup,
-    described: type[EngineConfig] | type[SamplingParams],
-    prefix: str,
-    *,
-    without: Iterable[str],
-    names: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
-) -> None:
-    """A flag for each field; what the user does not give stays absent from the options."""
-    hints = typing.get_type_hints(described)
-    for field in dataclasses.fields(described):
-        if field.name in without:
-            continue
-        flags = (*names.get(field.name, ()), "--" + field.name.replace("_", "-"))
-        group.add_argument(
-            *flags,
-            dest=f"{prefix}.{field.name}",
-            default=argparse.SUPPRESS,
-            help=field.metadata["help"].replace("%", "%%") + _default_text(field),
-            **_parsing(field.name, hints[field.name], field.metadata.get("choices")),
-        )
-
-
-def _default_text(field: dataclasses.Field[Any]) -> str:
-    shown = isinstance(field.default, (str, int, float)) and not isinstance(field.default, bool)
-    return f" (default: {field.default})" if shown else ""
-
-
-def _parsing(name: str, hint: Any, choices: Sequence[str] | None) -> dict[str, Any]:
-    """How argparse reads the value of a field of this name and type."""
-    members = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
-    plain = members - {types.NoneType}
-    if choices:
-        return {"choices": choices}
-    if plain == {bool}:
-        # argparse takes every flag that starts with --no- for the opposite of another one.
-        return {"action": "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction}
-    if plain == {tuple[str, ...]}:
-        return {"action": "append", "metavar": "TEXT"}
-    if plain == {tuple[int, ...]}:
-        return {"action": "append", "type": int, "metavar": "ID"}
-    for number in (int, float):
-        if plain == {number}:
-            return {"type": _or_none(number) if types.NoneType in members else number, "metavar": "N"}
-    return {"metavar": "TEXT"}
-
-
-def _or_none(number: type[int] | type[float]) -> Callable[[str], int | float | None]:
-    def read(text: str) -> int | float | None:
-        return None if text.lower() == "none" else number(text)
-
-    read.__name__ = number.__name__  # argparse names the type in its complaint
-    return read
-
-
-def _given(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """The arguments of one group that stood on the command line."""
-    start = prefix + "."
-    return {name[len(start) :]: value for name, value in vars(options).items() if name.startswith(start)}
-
-
 def _open_engine(options: argparse.Namespace, **more: Any) -> Engine:
     from tokenmill.engine import Engine  # not needed for --help and wrong flags
 
-    return Engine(**_given(options, "engine"), **more)
+    return Engine(**given(options, "engine"), **more)
 
 
 # ── generate ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _generate(options: argparse.Namespace) -> int:
-    sampling = SamplingParams(**_given(options, "sampling"))  # wrong values end here, before any loading
+    sampling = SamplingParams(**given(options, "sampling"))  # wrong values end here, before any loading
     prompts = options.prompts or _lines_of(sys.stdin)
     if not prompts:
         raise InvalidArgument("there is no prompt: give prompts as arguments or as lines of standard input")
@@ -297,7 +216,7 @@ class _TextWriter:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    sampling = SamplingParams(**{"max_new_tokens": None, **_given(options, "sampling")})
+    sampling = SamplingParams(**{"max_new_tokens": None, **given(options, "sampling")})
     with _open_engine(options) as engine:
         if not (engine.config.chat_template or getattr(engine.get_tokenizer(), "chat_template", None)):
             raise InvalidArgument(
@@ -431,7 +350,7 @@ def _readable(name: str, value: object) -> str:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    choice = bench.Choice(**_given(options, "bench"))  # wrong values end here, before any loading
+    choice = bench.Choice(**given(options, "bench"))  # wrong values end here, before any loading
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(_append_to(options.json)) if options.json is not None else None
         start = time.perf_counter()

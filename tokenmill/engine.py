@@ -28,6 +28,7 @@ from tokenmill.frontend.iteration import Order, RowRunner
 from tokenmill.frontend.iterator import ResultIterator
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
+from tokenmill.frontend.planning import Plan, Planner
 from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.scoring import ScoreOptions, ScoreResult, Scoring
 from tokenmill.frontend.sessions import Sessions
@@ -60,20 +61,14 @@ class Engine:
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
         self._close = weakref.finalize(self, self._client.close)
-        self._reader = InputReader(
-            self._client.facts,
-            tokenizer=self._tokenizer,
-            defaults=self.config.preferred_sampling_params,
-            random_seed=self.config.random_seed,
-            stream_interval=self.config.stream_interval,
-            grammar_backend=self.config.grammar_backend,
-        )
+        self._reader = InputReader.of(self.config, self._client.facts, self._tokenizer)
         self._scoring = Scoring(self.config, self._client, self._reader, self._tokenizer)
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
         self._lint = PromptLint(self._tokenizer)
         self._items = ItemReader(self._reader, self._template, self._client.facts, self._lint)
+        self.planner = Planner(self.config, self._client, self._reader.apart())
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -199,6 +194,14 @@ class Engine:
         if input_ids is None and not job.errors:
             self._lint.look(prompt)
         return self._client.prepare(job, stream=streams)
+
+    def plan(self, *arguments: Any, **options: Any) -> Plan:
+        """What `generate` with the same arguments would take: tokens, cache hits, time and memory.
+
+        Runs nothing of it; the first plan measures the engine's speed (two seconds). A row is expected to
+        write all that it may, or `mean_output_tokens` if it may end before. Raises `InvalidArgument`.
+        """
+        return self.planner.plan(*arguments, **options)
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Let no step run until `continue_generation`; requests may still be submitted, and wait.

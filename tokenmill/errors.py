@@ -91,6 +91,10 @@ class WrongState(TokenmillError, RuntimeError):
     memory is released."""
 
 
+class JobStopped(TokenmillError, RuntimeError):
+    """A batch job cannot go on: the disk is full, or its journal is in use. What was finished is kept."""
+
+
 class EngineDead(TokenmillError, RuntimeError):
     """The engine's loop ended by an error (its cause is chained) or stalled, and takes no more requests."""
 

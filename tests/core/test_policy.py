@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.config import EngineConfig
+from tokenmill.core import policy as module
 from tokenmill.core.policy import POLICIES, PriorityQueue, WaitingQueue, create_policy
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import Cache
+from tokenmill.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -30,8 +33,8 @@ class Shortest:
     def __init__(self, cache: Cache) -> None:
         pass
 
-    def key(self, request: RequestState) -> int:
-        return request.num_prompt
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        return sorted(requests, key=lambda each: each.num_prompt)
 
 
 @pytest.fixture
@@ -219,22 +222,155 @@ def test_a_priority_queue_is_a_sorted_list(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_keys_are_read_once_per_request_however_long_the_queue(
+def test_a_request_is_put_into_order_once_however_long_the_queue(
     cache: Cache, make_request: Make, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, num_keys = POLICIES[policy], 0
-    original = kind.key
+    kind, num_ordered = POLICIES[policy], 0
+    original = kind.ordered
 
-    def counting(self: Any, request: RequestState) -> Any:
-        nonlocal num_keys
-        num_keys += 1
-        return original(self, request)
+    def counting(self: Any, requests: list[RequestState]) -> Any:
+        nonlocal num_ordered
+        num_ordered += len(requests)
+        return original(self, requests)
 
-    monkeypatch.setattr(kind, "key", counting)
+    monkeypatch.setattr(kind, "ordered", counting)
     queue = WaitingQueue(create_policy(policy, cache))
     for arrival in range(3000):
         queue.add(RequestState(make_request(str(arrival), [1, 2, 3]), arrival=arrival))
     assert queue.peek() is queue.peek()
-    assert num_keys == kind.window
+    assert num_ordered == kind.window
     drain(queue)
-    assert num_keys == 3000
+    assert num_ordered == 3000
+
+
+# ── prefixes together, and the longest first ──────────────────────────────────────────────────
+
+
+def prefixes_of(state: RequestState, page_size: int) -> list[tuple[int, ...]]:
+    ids = tuple(state.request.prompt_ids.tolist())
+    return [ids[:end] for end in range(page_size, len(ids) + 1, page_size)]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.integers(1, 5)), min_size=1, max_size=40)
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_group_is_parted_and_the_longest_goes_first_at_every_fork(
+    cache: Cache, make_request: Make, rows: list[tuple[list[int], int]]
+) -> None:
+    waiting = [
+        RequestState(make_request(str(index), [0, *prompt], limit), arrival=index)
+        for index, (prompt, limit) in enumerate(rows)
+    ]
+    order = create_policy("lpm", cache).ordered(waiting)
+    assert sorted(order, key=lambda each: each.arrival) == waiting
+    groups: dict[tuple[int, ...], list[int]] = {(): list(range(len(order)))}
+    for place, state in enumerate(order):
+        for prefix in prefixes_of(state, cache.page_size):
+            groups.setdefault(prefix, []).append(place)
+    for prefix, places in groups.items():
+        assert places == list(range(places[0], places[0] + len(places))), "a group stands in one piece"
+        # What forks here: the groups one page longer, and the prompts that end before.
+        below = [
+            members
+            for longer, members in groups.items()
+            if len(longer) == len(prefix) + cache.page_size and longer[: len(prefix)] == prefix
+        ]
+        inside = {place for members in below for place in members}
+        below += [[place] for place in places if place not in inside]
+        longest = [max(order[each].request.max_new_tokens for each in members) for members in sorted(below)]
+        assert longest == sorted(longest, reverse=True)
+
+
+def run_job(harness: Make, requests: Sequence[Any], **limits: Any) -> tuple[int, int]:
+    """Steps and computed tokens of requests that are all there from the start."""
+    loop = harness(policy="lpm", **limits)
+    loop.submit(*requests)
+    loop.run()
+    return len(loop.plans), loop.mill.num_computed
+
+
+@pytest.fixture
+def by_prefix_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Leave the length of outputs out of account from now on."""
+
+    def leave_out() -> None:
+        monkeypatch.setattr(module, "longest_first", lambda leaves, page_size: [e.request for e in leaves])
+
+    return leave_out
+
+
+def mixed_requests(make_request: Make, seed: int) -> list[Any]:
+    """Four groups with a common beginning; most outputs are short, a few are long."""
+    draw = random.Random(seed)
+    requests = []
+    for index in range(64):
+        group = [index % 4] * 8
+        limit = 40 if draw.random() < 0.1 else draw.randint(2, 8)
+        own = [draw.randrange(5) for _ in range(draw.randint(1, 8))]
+        requests.append(make_request(str(index), [*group, *own], limit))
+    return requests
+
+
+def test_a_job_ends_sooner_with_the_longest_first(
+    harness: Make, make_request: Make, by_prefix_only: Callable[[], None]
+) -> None:
+    """And nothing more is computed for it."""
+    jobs = [mixed_requests(make_request, seed) for seed in range(10)]
+    longest_first = [run_job(harness, job, num_pages=400) for job in jobs]
+    by_prefix_only()
+    by_prefix = [run_job(harness, job, num_pages=400) for job in jobs]
+    assert [tokens for _, tokens in longest_first] == [tokens for _, tokens in by_prefix]
+    steps, steps_before = (sum(steps for steps, _ in runs) for runs in (longest_first, by_prefix))
+    assert steps < 0.85 * steps_before
+    for job, (taken, _) in zip(jobs, longest_first, strict=True):
+        # No schedule is shorter than its longest row, or than all rows over all slots.
+        least = max(40, sum(request.max_new_tokens for request in job) / 8)
+        assert taken <= 1.25 * least
+
+
+def test_a_small_pool_serves_as_many_prefixes_as_without(
+    harness: Make, make_request: Make, by_prefix_only: Callable[[], None]
+) -> None:
+    jobs = [mixed_requests(make_request, seed) for seed in range(10)]
+    small = {"num_pages": 24, "max_rows": 4}
+    longest_first = sum(run_job(harness, job, **small)[1] for job in jobs)
+    by_prefix_only()
+    assert longest_first <= 1.03 * sum(run_job(harness, job, **small)[1] for job in jobs)
+
+
+def test_rows_that_come_in_windows_are_ordered_window_by_window(harness: Make, make_request: Make) -> None:
+    """As a job sends them: a few new rows whenever some have finished. Each prefix is computed once."""
+    loop = harness(policy="lpm", num_pages=400, max_rows=4, page_size=4)
+    rows = [make_request(str(index), [*([index % 8] * 8), index % 5, index % 3], 3) for index in range(160)]
+    waiting = iter(rows)
+    loop.submit(*(next(waiting) for _ in range(40)))
+    while not loop.scheduler.idle:
+        loop.step()
+        num_done = sum(outputs[-1].finish is not None for outputs in loop.outputs.values())
+        num_sent = loop.scheduler._num_arrived
+        loop.submit(*(each for _ in range(num_done + 40 - num_sent) if (each := next(waiting, None))))
+    assert len(loop.outputs) == 160
+    # The eight prefixes of two pages once, the rest of each prompt, and the tokens that are read back.
+    assert loop.mill.num_computed == 8 * 8 + 160 * 2 + 160 * 2
+
+
+def test_whoever_names_no_limit_may_write_longest(cache: Cache, make_request: Make) -> None:
+    open_end = make_request("0", [1], 3)
+    object.__setattr__(open_end, "params", SamplingParams(max_new_tokens=None))
+    requests = [make_request("1", [2], 50), open_end, make_request("2", [3], 4)]
+    waiting = [RequestState(each, arrival=index) for index, each in enumerate(requests)]
+    assert [each.arrival for each in create_policy("lpm", cache).ordered(waiting)] == [1, 0, 2]
+
+
+def test_a_window_of_deep_prefixes_is_ordered_quickly(make_request: Make) -> None:
+    """Prompts that grow page by page: each is the prefix of the next."""
+    cache = Cache(num_pages=64, page_size=2)
+    waiting = [
+        RequestState(make_request(str(index), [0] * (2 * index + 1), 1 + index % 7), arrival=index)
+        for index in range(1024)
+    ]
+    began = time.perf_counter()
+    order = create_policy("lpm", cache).ordered(waiting)
+    assert time.perf_counter() - began < 1.0
+    assert len(order) == 1024

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 
 from tokenmill.config import EngineConfig
+from tokenmill.core.plan import SchedulerLimits
+from tokenmill.core.policy import create_policy
+from tokenmill.core.scheduler import Scheduler
 from tokenmill.errors import EngineClosed, EngineDead
 from tokenmill.frontend.tokenizer import Tokenizer
-from tokenmill.messages import EngineFacts, Finish, Output, Request
+from tokenmill.kvcache import Cache
+from tokenmill.messages import EngineFacts, Finish, Output, Request, StepResult
 from tokenmill.sampling_params import SamplingParams
 
 EOS = 257
@@ -86,7 +90,8 @@ class EchoCore:
     def call(self, name: str, **arguments: Any) -> Any:
         if name == "state":
             numbers = ("running", "waiting", "used_tokens", "cached_tokens", "cache_bytes", "graph_bytes")
-            return dict.fromkeys(numbers, 0) | {"last_gen_throughput": 0.0, "paused": False, "released": []}
+            rest = {"last_gen_throughput": 0.0, "device_seconds": None, "paused": False, "released": []}
+            return dict.fromkeys(numbers, 0) | rest
         assert name == "flush_cache"
         return (not self._running, "busy" if self._running else "empty")
 
@@ -347,3 +352,27 @@ def make_request(
 @pytest.fixture(scope="session", name="make_request")
 def make_request_fixture() -> Callable[..., Request]:
     return make_request
+
+
+@pytest.fixture
+def core_steps() -> Callable[..., int]:
+    """`core_steps([(prompt tokens, new tokens), …])`: the steps that a scheduler plans for such rows.
+
+    It has 8 rows, 64 tokens a step, and 400 pages of 4 tokens, and no two prompts have the same beginning.
+    """
+
+    def count(rows: Sequence[tuple[int, int]]) -> int:
+        cache = Cache(num_pages=400, page_size=4)
+        limits = SchedulerLimits(max_rows=8, max_step_tokens=64, max_sequence_tokens=80)
+        scheduler = Scheduler(limits, cache=cache, policy=create_policy("fcfs", cache))
+        for index, (prompt, new) in enumerate(rows):
+            ids = np.array([index, *[0] * (prompt - 1)], dtype=np.int32)
+            params = SamplingParams(max_new_tokens=new)
+            scheduler.submit([Request(str(index), ids, params, new, 0, (), 0)])
+        steps = 0
+        while (plan := scheduler.schedule()) is not None:
+            scheduler.take_in(StepResult(np.where(plan.samples, 1, -1).astype(np.int32)))
+            steps += 1
+        return steps
+
+    return count

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+from tokenmill.core.device_watch import DeviceWatch
 from tokenmill.core.grammars import Grammars
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.errors import InvalidArgument, TokenmillError, WrongState
@@ -32,12 +33,20 @@ class Control:
     """Answers calls for one loop, on its thread. No call may come while the loop is inside a step."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, cache: Cache, grammars: Grammars, *, deliver: Sink
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        cache: Cache,
+        grammars: Grammars,
+        *,
+        watch: DeviceWatch,
+        deliver: Sink,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
         self._grammars = grammars
+        self._watch = watch
         self._deliver = deliver
         self._paused = False
         self._released: set[str] = set()
@@ -100,6 +109,8 @@ class Control:
             **self._load(),
             **self._runner.call("memory"),
             "last_gen_throughput": self._steps.tokens_per_second,
+            # Where steps run inside of `launch`, nobody is left to tell when there is none.
+            "device_seconds": self._watch.seconds() if self._runner.facts.device == "cuda" else None,
             "used_tokens": self._cache.num_used_pages * self._cache.page_size,
             "cached_tokens": self._cache.num_cached_pages * self._cache.page_size,
             "paused": self._paused,

@@ -17,6 +17,7 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.core.control import Control
 from tokenmill.core.deadlines import Clock, Deadlines
+from tokenmill.core.device_watch import DeviceWatch
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
@@ -87,7 +88,8 @@ class Loop:
         self._grammars = grammars
         self._inbox = inbox
         self._deliver = deliver
-        self._control = Control(runner, scheduler, cache, grammars, deliver=deliver)
+        self._watch = DeviceWatch()
+        self._control = Control(runner, scheduler, cache, grammars, watch=self._watch, deliver=deliver)
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
@@ -110,7 +112,9 @@ class Loop:
             self._drain()
             if self._deadlines:
                 self._send(self._scheduler.time_out(self._deadlines.pop_due()))
-            if not (self._scheduler.is_asleep or self._control.stands_still):
+            can_run = not (self._scheduler.is_asleep or self._control.stands_still)
+            self._watch.note(has_steps=self._scheduler.num_in_flight > 0, has_requests=can_run)
+            if can_run:
                 self._turn()
                 self._control.stepped()
         self.pulse.is_resting = True
@@ -123,6 +127,7 @@ class Loop:
         plan = self._scheduler.schedule() if self._scheduler.num_in_flight < depth else None
         if plan is not None:
             self._runner.launch(plan)
+            self._watch.note(has_steps=True, has_requests=True)
             # The forward pass runs while the host catches up with the tokens before it.
             while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
                 self._collect()
@@ -146,7 +151,11 @@ class Loop:
         """Take in the oldest step."""
         result = self._runner.collect()
         self.pulse.num_steps += 1
-        self._send(self._scheduler.take_in(result))
+        scheduler = self._scheduler
+        self._watch.note(has_steps=scheduler.num_in_flight > 1, has_requests=True)
+        outputs = scheduler.take_in(result)
+        self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=not scheduler.is_asleep)
+        self._send(outputs)
 
     def _drain(self) -> None:
         """Handle every waiting message; with nothing to do, sleep until one comes or a deadline is there."""

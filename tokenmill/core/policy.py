@@ -6,16 +6,17 @@ import random
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenmill.core.request import RequestState
+from tokenmill.core.shared_prefixes import leaf_of, longest_first
 from tokenmill.kvcache import Cache
 
 
 class Policy(Protocol):
-    """Orders the head of the queue: the smaller key goes first, equal keys in order of arrival.
+    """Puts the head of the queue into order.
 
-    `window` is how many requests at the head are ordered at a time. Keys are read once, when a window is
+    `window` is how many requests at the head are ordered at a time. They are ordered once, when a window is
     filled, and a window is admitted before the next is filled: the cost per admission does not
     depend on the length of the queue, and nobody is overtaken by more than one window.
     """
@@ -24,8 +25,8 @@ class Policy(Protocol):
 
     def __init__(self, cache: Cache) -> None: ...
 
-    def key(self, request: RequestState) -> Any:
-        """A value that compares with the keys of other requests."""
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        """The requests, given in order of arrival, in the order in which they are to go."""
 
 
 class FirstComeFirstServed:
@@ -36,16 +37,17 @@ class FirstComeFirstServed:
     def __init__(self, cache: Cache) -> None:
         del cache  # the order does not depend on it
 
-    def key(self, request: RequestState) -> int:
-        """The arrival number."""
-        return request.arrival
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        """As they came."""
+        return requests
 
 
 class LongestPrefixFirst:
-    """The most cached tokens first, then in the order of the token ids.
+    """Prompts that share a prefix stand together, even before anything is cached; it is computed once, then.
 
-    Ordered by ids, prompts that share a prefix stand together, even before anything is cached: they are
-    computed while their prefix is there, once.
+    What may write longest goes first, as far as that parts no such group: a group goes by its longest
+    request, and so do the groups within it. So the end of a job is not one long request alone, and no more is
+    computed for it. Equals are ordered by their cached tokens, the most first, then by their ids.
     """
 
     window = 1024
@@ -53,11 +55,22 @@ class LongestPrefixFirst:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
-    def key(self, request: RequestState) -> tuple[int, bytes, bytes]:
-        """Minus the cached tokens, then the ids, those of one namespace together."""
-        namespace = request.request.cache_namespace
-        token_ids = request.request.prompt_ids.tobytes()
-        return -self._cache.count_cached(token_ids, namespace=namespace), namespace, token_ids
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        """Depth first through the tree of their prefixes."""
+        by_ids = sorted(requests, key=lambda each: (each.request.cache_namespace, _ids(each)))
+        leaves = [leaf_of(each, self._count_cached(each)) for each in by_ids]
+        if len({leaf.longest for leaf in leaves}) == 1:
+            # Groups need not be looked for: in the order of ids each is in one piece.
+            leaves.sort(key=lambda leaf: -leaf.num_cached)
+            return [leaf.request for leaf in leaves]
+        return longest_first(leaves, page_size=self._cache.page_size)
+
+    def _count_cached(self, request: RequestState) -> int:
+        return self._cache.count_cached(_ids(request), namespace=request.request.cache_namespace)
+
+
+def _ids(request: RequestState) -> bytes:
+    return request.request.prompt_ids.tobytes()
 
 
 class LongestOutputFirst:
@@ -68,9 +81,9 @@ class LongestOutputFirst:
     def __init__(self, cache: Cache) -> None:
         del cache
 
-    def key(self, request: RequestState) -> tuple[int, int]:
-        """Minus the limit of new tokens, then the arrival number."""
-        return -request.request.max_new_tokens, request.arrival
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        """By the limit of new tokens; equals as they came."""
+        return sorted(requests, key=lambda each: -each.request.max_new_tokens)
 
 
 class RandomOrder:
@@ -82,10 +95,9 @@ class RandomOrder:
         del cache
         self._random = random.Random()
 
-    def key(self, request: RequestState) -> float:
-        """A new random number."""
-        del request
-        return self._random.random()
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        """A new order each time."""
+        return self._random.sample(requests, len(requests))
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -137,7 +149,7 @@ class WaitingQueue:
         if not self._window:
             count = min(self._policy.window, len(self._arrived))
             head = [self._arrived.popitem(last=False)[1] for _ in range(count)]
-            self._window.update((each.request.id, each) for each in sorted(head, key=self._policy.key))
+            self._window.update((each.request.id, each) for each in self._policy.ordered(head))
         return next(iter(self._window.values()))
 
     @property

@@ -59,6 +59,7 @@ def _internal_state(facts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[
         },
         "effective_max_running_requests_per_dp": facts["max_running_requests"],
         "last_gen_throughput": state["last_gen_throughput"],
+        "device_seconds": state["device_seconds"],
         "num_running_requests": state["running"],
         "num_waiting_requests": state["waiting"],
         "paused": state["paused"],

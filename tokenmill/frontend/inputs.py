@@ -7,6 +7,7 @@ stay with their rows, and the others are read as if the rest were sound.
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, RowError, TooLong, reading
 from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.frontend.insight import HiddenStatesFormat
@@ -98,6 +100,24 @@ class InputReader:
         self._eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < facts.vocab_size)
         self._random = random.Random(None if random_seed is None else random_seed & _64_BITS)
         self._random_lock = threading.Lock()
+
+    @classmethod
+    def of(cls, config: EngineConfig, facts: EngineFacts, tokenizer: Tokenizer | None) -> InputReader:
+        """The reader of an engine with these arguments."""
+        return cls(
+            facts,
+            tokenizer=tokenizer,
+            defaults=config.preferred_sampling_params,
+            random_seed=config.random_seed,
+            stream_interval=config.stream_interval,
+            grammar_backend=config.grammar_backend,
+        )
+
+    def apart(self) -> InputReader:
+        """A reader that reads the same, and draws seeds of its own."""
+        twin = copy.copy(self)
+        twin._random, twin._random_lock = random.Random(), threading.Lock()
+        return twin
 
     def read(
         self,
@@ -364,13 +384,13 @@ class InputReader:
             return [
                 self._random.getrandbits(64)
                 if each.params.sampling_seed is None
-                else _sample_seed(each.params.sampling_seed, sample)
+                else sample_seed(each.params.sampling_seed, sample)
                 for each in settings
                 for sample in range(n)
             ]
 
 
-def _sample_seed(seed: int, sample: int) -> int:
+def sample_seed(seed: int, sample: int) -> int:
     """The seed of the j-th sample: the first takes the seed as it is, the others a mix of both."""
     return seed & _64_BITS if sample == 0 else _scramble(_scramble(seed & _64_BITS) ^ sample)
 

@@ -24,6 +24,7 @@ from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
 from tokenmill.frontend.turns import Turns, uncollected
+from tokenmill.messages import EngineFacts
 from tokenmill.sampling_params import check_whole, show
 
 Order = Literal["completion", "input"]
@@ -70,6 +71,11 @@ class RowRunner:
         self._client = client
         self._reader = reader
         self._owner = owner
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the core found out at start."""
+        return self._client.facts
 
     @property
     def window(self) -> int:

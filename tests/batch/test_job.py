@@ -1,0 +1,455 @@
+"""Jobs with the bundled model: every row once, in order, whatever ended the runs before."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
+from tokenmill.batch.journal import Journal
+from tokenmill.batch.line_file import LineFile
+from tokenmill.cli import main
+
+pytestmark = pytest.mark.cpu
+
+Rows = list[dict[str, Any]]
+SHORT = {"max_new_tokens": 6}
+
+
+def write(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> Rows:
+    text = path.read_text()
+    assert text.endswith("\n") or not text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def capitals(count: int, **more: Any) -> Rows:
+    return [{"id": i, "prompt": f"The capital of country {i} is", **more} for i in range(count)]
+
+
+@pytest.fixture
+def do(tmp_path: Path, tiny_engine: Engine) -> Callable[..., dict[str, Any]]:
+    """Runs a job on `in.jsonl`, made of `rows` if they are given, with the shared engine."""
+
+    def run(rows: Rows | None = None, output: str = "out.jsonl", **arguments: Any) -> dict[str, Any]:
+        source = tmp_path / "in.jsonl"
+        if rows is not None:
+            write(source, rows)
+        given = {"sampling_params": SHORT, **arguments}
+        return batch.run(source, tmp_path / output, engine=tiny_engine, **given)
+
+    return run
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, at: int) -> None:
+    """Let the job be interrupted when it writes so many lines."""
+    plain, count = LineFile.add, itertools.count(1)
+
+    def add(file: LineFile, index: int, line: bytes) -> None:
+        if next(count) >= at:
+            raise error
+        plain(file, index, line)
+
+    monkeypatch.setattr(LineFile, "add", add)
+
+
+# ── rows in, rows out ─────────────────────────────────────────────────────────────────────────
+
+
+def test_answers_are_those_of_generate_in_the_order_of_the_input(
+    do: Callable[..., Any], out: Path, tiny_engine: Engine
+) -> None:
+    rows = capitals(40, sampling_params={"sampling_seed": 7})
+    summary = do(rows)
+    answers = read(out)
+    assert [answer["id"] for answer in answers] == list(range(40))
+    expected = tiny_engine.generate([row["prompt"] for row in rows], {**SHORT, "sampling_seed": 7})
+    assert [answer["text"] for answer in answers] == expected["text"]
+    assert (summary["rows"]["total"], summary["rows"]["computed"]) == (40, 40)
+    assert summary["tokens"]["output"] == sum(answer["completion_tokens"] for answer in answers)
+
+
+def test_a_second_run_computes_nothing_and_changes_nothing(do: Callable[..., Any], out: Path) -> None:
+    do(capitals(12))
+    before = out.read_bytes()
+    summary = do()
+    assert summary["rows"] == {
+        "total": 12, "done": 12, "computed": 0, "replayed": 12, "duplicates": 0, "failed": 0,
+    }  # fmt: skip
+    assert summary["job"]["resumed"]
+    assert out.read_bytes() == before
+
+
+def test_answers_depend_on_the_row_and_the_seed_alone(do: Callable[..., Any], tmp_path: Path) -> None:
+    """Not on neighbours, order, or place; rows without temperature not even on the seed."""
+    rows = [
+        *capitals(10),
+        {"id": 10, "prompt": "The capital of Peru is", "sampling_params": {"temperature": 0}},
+    ]
+    do(rows, "a.jsonl")
+    do(list(reversed(rows)), "b.jsonl")
+    first, second = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl")
+    assert first == second[::-1]
+    summary = do(rows, "c.jsonl", seed=1, journal=tmp_path / "a.jsonl.journal")
+    third = read(tmp_path / "c.jsonl")
+    assert summary["rows"]["replayed"] == 1
+    assert third[10] == first[10]
+    assert third != first
+
+
+def test_rows_alike_are_computed_once(do: Callable[..., Any], out: Path) -> None:
+    rows = [{"id": i, "prompt": f"The capital of country {i % 4} is"} for i in range(600)]
+    summary = do(rows)
+    assert summary["samples"] == 4
+    assert summary["rows"]["duplicates"] == 596
+    answers = read(out)
+    assert [answer["id"] for answer in answers] == list(range(600))
+    assert len({(answer["id"] % 4, answer["text"]) for answer in answers}) == 4
+
+
+def test_more_samples_compute_only_the_new_ones(do: Callable[..., Any], tmp_path: Path) -> None:
+    rows = capitals(5)
+    journal = tmp_path / "journal"
+    do(rows, "four.jsonl", sampling_params={**SHORT, "n": 4}, journal=journal)
+    summary = do(rows, "eight.jsonl", sampling_params={**SHORT, "n": 8}, journal=journal)
+    assert summary["samples"] == 20
+    fresh = do(rows, "fresh.jsonl", sampling_params={**SHORT, "n": 8})
+    assert fresh["samples"] == 40
+    assert (tmp_path / "eight.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
+    four, eight = read(tmp_path / "four.jsonl"), read(tmp_path / "eight.jsonl")
+    assert [row["outputs"] for row in four] == [row["outputs"][:4] for row in eight]
+    assert len({sample["text"] for sample in eight[0]["outputs"]}) > 1
+
+
+def test_samples_of_a_greedy_row_are_computed_once(do: Callable[..., Any], out: Path) -> None:
+    summary = do(capitals(2), sampling_params={**SHORT, "temperature": 0, "n": 5})
+    assert summary["samples"] == 2
+    assert all(len(row["outputs"]) == 5 for row in read(out))
+
+
+def test_one_changed_row_computes_one_row(do: Callable[..., Any], out: Path) -> None:
+    rows = capitals(9)
+    do(rows)
+    before = read(out)
+    rows[4]["prompt"] = "The capital of Chile is"
+    assert do(rows)["rows"]["computed"] == 1
+    after = read(out)
+    assert [row["id"] for row in after if row != before[row["id"]]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("change", "num_computed"),
+    [
+        ({"sampling_params": {**SHORT, "top_p": 0.5}}, 6),
+        ({"sampling_params": {"max_new_tokens": 7}}, 6),
+        ({"sampling_params": {**SHORT, "stop": "x"}}, 6),
+        ({"options": {"priority": 3}}, 0),
+        ({"timeout": 100.0}, 0),
+        ({"output_ids": True}, 0),
+    ],
+)
+def test_what_changes_answers_computes_them_anew_and_nothing_else_does(
+    do: Callable[..., Any], change: dict[str, Any], num_computed: int
+) -> None:
+    do(capitals(6))
+    assert do(**change)["rows"]["computed"] == num_computed
+
+
+def test_log_probabilities_asked_for_are_in_the_output_and_replayed(
+    do: Callable[..., Any], out: Path
+) -> None:
+    options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    params = {**SHORT, "n": 3}
+    do(capitals(3), sampling_params=params, options=options)
+    before = out.read_bytes()
+    sample = read(out)[0]["outputs"][2]
+    assert len(sample["output_token_logprobs"]) == sample["completion_tokens"]
+    assert do(sampling_params=params, options=options)["rows"]["replayed"] == 3
+    assert out.read_bytes() == before
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rows_that_fail_have_their_line_and_are_tried_again(do: Callable[..., Any], out: Path) -> None:
+    rows: Rows = [
+        {"id": 0, "prompt": "Hello"},
+        {"id": 1, "prompt": "word " * 4000},
+        {"id": 2, "prompt": "Hello", "sampling_params": {"temperature": -1}},
+        {"id": 3, "nothing": 1},
+        {"id": 4, "prompt": "Hello", "sampling_params": {"ebnf": "root ::= ("}},
+    ]
+    summary = do(rows)
+    errors = [row["error"] and row["error"]["type"] for row in read(out)]
+    assert errors == [None, "too_long", "bad_parameters", "bad_parameters", "bad_grammar"]
+    assert summary["rows"]["failed"] == 4
+    before = out.read_bytes()
+    again = do()
+    assert (again["rows"]["replayed"], again["rows"]["failed"]) == (1, 4)
+    assert out.read_bytes() == before
+
+
+def test_hostile_lines_are_rows_with_errors(do: Callable[..., Any], tmp_path: Path, out: Path) -> None:
+    big = "\u00e4" * 5_000_000
+    lines = [
+        b'{"prompt": "Hello"}',
+        b'{"prompt": "Hello"',
+        b'{"prompt": "caf\xe9"}',
+        b"[1, 2]",
+        json.dumps({"prompt": big[:100_000]}).encode(),
+        json.dumps({"prompt": "Hello", "note": big}).encode(),
+        b'{"prompt": "\\ud800"}',
+        b"",
+        b'{"prompt": "Hello again"}',
+    ]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    summary = do()
+    answers = read(out)
+    assert [row["error"] is None for row in answers] == [True, *[False] * 4, True, False, True]
+    assert answers[5]["note"] == big
+    assert answers[5]["text"] == answers[0]["text"]
+    assert summary["rows"]["failed"] == 5
+
+
+def test_a_row_that_takes_too_long_is_given_up_and_tried_again(do: Callable[..., Any], out: Path) -> None:
+    slow = {"max_new_tokens": 1500, "ignore_eos": True}
+    do([{"prompt": "Hello"}], sampling_params=slow, timeout=0.05)
+    assert read(out)[0]["error"]["type"] == "timeout"
+    assert do(sampling_params={**slow, "max_new_tokens": 5})["rows"]["failed"] == 0
+    assert read(out)[0]["error"] is None
+
+
+# ── interrupted ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("whatever")])
+def test_what_was_finished_is_kept_whatever_ends_the_run(
+    do: Callable[..., Any],
+    out: Path,
+    tmp_path: Path,
+    tiny_engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    do(capitals(100), "calm.jsonl")
+    with monkeypatch.context() as patch:
+        interrupt(patch, error, at=60)
+        with pytest.raises(type(error)):
+            do()
+    partial = read(out)
+    assert len({row["id"] for row in partial}) == len(partial) == 59
+    assert tiny_engine.generate("Hello", SHORT)["text"]  # the engine is as good as before
+    assert do()["rows"]["replayed"] >= 59
+    assert out.read_bytes() == (tmp_path / "calm.jsonl").read_bytes()
+
+
+def test_a_full_disk_ends_the_job_and_loses_nothing(
+    do: Callable[..., Any], out: Path, tmp_path: Path
+) -> None:
+    do(capitals(120), "calm.jsonl")
+    room = (tmp_path / "calm.jsonl.journal").stat().st_size // 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for share in (1, 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (share * room // 2, limits[1]))
+        try:
+            with pytest.raises(JobStopped, match=r"out.jsonl.*cannot be written.*MiB are free"):
+                do()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert all("text" in row for row in read(out))
+    summary = do()
+    assert summary["rows"]["replayed"] > 0
+    assert out.read_bytes() == (tmp_path / "calm.jsonl").read_bytes()
+
+
+def test_a_damaged_journal_is_told_of_and_computed_anew(do: Callable[..., Any], out: Path) -> None:
+    do(capitals(10))
+    before = out.read_bytes()
+    journal = out.with_name("out.jsonl.journal")
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    journal.write_bytes(data + b"half a rec")
+    with pytest.warns(UserWarning, match=r"was damaged: \d+ bytes in it .* 10 at its end were cut off"):
+        summary = do()
+    assert summary["rows"]["computed"] == 1
+    assert out.read_bytes() == before
+
+
+# ── refused before any work ───────────────────────────────────────────────────────────────────
+
+
+def test_an_output_of_somebody_else_is_refused_and_left_alone(do: Callable[..., Any], out: Path) -> None:
+    out.write_text("precious\n")
+    with pytest.raises(InvalidArgument, match=r"out.jsonl.* is there already.*overwrite"):
+        do(capitals(3))
+    assert out.read_text() == "precious\n"
+    assert not out.with_name("out.jsonl.journal").exists()
+    do(overwrite=True)
+    assert len(read(out)) == 3
+
+
+def test_the_journal_of_another_output_does_not_own_this_one(
+    do: Callable[..., Any], out: Path, tmp_path: Path
+) -> None:
+    do(capitals(3), "other.jsonl")
+    out.write_text("precious\n")
+    with pytest.raises(InvalidArgument, match="is there already"):
+        do(journal=tmp_path / "other.jsonl.journal")
+    assert out.read_text() == "precious\n"
+
+
+def test_a_journal_in_use_is_refused_at_once(do: Callable[..., Any], out: Path) -> None:
+    do(capitals(3))
+    before = out.read_bytes()
+    journal = Journal(out.with_name("out.jsonl.journal"))
+    with pytest.raises(JobStopped, match=rf"out.jsonl.journal.*in use.*pid {os.getpid()}"):
+        do()
+    journal.close()
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"output": "in.jsonl"}, r"output: .*in.jsonl' is the input, too"),
+        ({"output": "nowhere/out.jsonl"}, r"output: there is no folder"),
+        ({"output": "out.jsonl.gz"}, r"leave .gz out"),
+        ({"error_file": "errors.jsonl"}, r"error_file is for OpenAI"),
+        ({"prompt_column": "promt"}, r"promt"),
+        ({"seed": "one"}, r"seed must be an integer"),
+        ({"sampling_params": {"temperatur": 1}}, r"temperatur.*Did you mean 'temperature'"),
+    ],
+)
+def test_faults_are_told_before_any_work(
+    do: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    rows = capitals(3) if "prompt_column" not in arguments else None
+    if rows is None:
+        (tmp_path / "in.jsonl").unlink(missing_ok=True)
+        (tmp_path / "in.csv").write_text("prompt\nHello\n")
+        with pytest.raises(InvalidArgument, match=message):
+            batch.run(tmp_path / "in.csv", tmp_path / "out.jsonl", **arguments)
+    else:
+        with pytest.raises(InvalidArgument, match=message):
+            do(rows, **arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["in.jsonl"], ["in.csv"])
+
+
+def test_unknown_arguments_are_named(tmp_path: Path, tiny_engine: Engine) -> None:
+    source = write(tmp_path / "in.jsonl", capitals(1))
+    with pytest.raises(UnknownArgument, match=r"'overwrit' .*Did you mean 'overwrite'"):
+        batch.run(source, overwrit=True)
+    with pytest.raises(UnknownArgument, match="'model_path' is no argument of a job whose engine is given"):
+        batch.run(source, engine=tiny_engine, model_path="tiny")
+    with pytest.raises(InvalidArgument, match="does not exist"):
+        batch.run(tmp_path / "no.jsonl", engine=tiny_engine)
+
+
+# ── other formats ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_files_of_columns_are_written_at_the_end_and_replayed(do: Callable[..., Any], tmp_path: Path) -> None:
+    do(capitals(5), "out.csv")
+    before = (tmp_path / "out.csv").read_bytes()
+    assert before.count(b"The capital of country") == 5
+    assert do(output="out.csv")["rows"]["replayed"] == 5
+    assert (tmp_path / "out.csv").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.csv", "out.csv.journal"}
+
+
+def test_a_batch_file_of_openai_gets_its_two_files(do: Callable[..., Any], out: Path, tmp_path: Path) -> None:
+    def line(number: int, **body: Any) -> dict[str, Any]:
+        asked = {"model": "any", "prompt": "The capital of Peru is", "max_tokens": 4, **body}
+        return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": asked}
+
+    do([line(0), line(1, temperature=-3), line(2)], sampling_params={})
+    assert [row["custom_id"] for row in read(out)] == ["r0", "r2"]
+    assert [row["custom_id"] for row in read(tmp_path / "out.errors.jsonl")] == ["r1"]
+    before = out.read_bytes()
+    assert do(sampling_params={})["rows"]["replayed"] == 2
+    assert out.read_bytes() == before
+
+
+def test_a_name_is_made_where_none_is_given(tmp_path: Path, tiny_engine: Engine) -> None:
+    source = write(tmp_path / "in.jsonl", capitals(2))
+    summary = batch.run(source, engine=tiny_engine, sampling_params=SHORT)
+    assert summary["job"]["output"] == str(tmp_path / "in.out.jsonl")
+    assert len(read(tmp_path / "in.out.jsonl")) == 2
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_prints_a_summary_and_tells_of_errors_by_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [*capitals(3), {"id": 3}])
+    report = tmp_path / "report.html"
+    command = ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "--max-new-tokens", "4"]
+    assert main([*command, "--report", str(report)]) == 3
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["rows"]["computed"], printed["rows"]["failed"]) == (4, 1)
+    assert report.read_text().startswith("<!")
+    assert main([*command, "--journal", str(tmp_path)]) == 2
+    assert "journal" in capsys.readouterr().err
+
+
+@pytest.fixture
+def interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], tuple[int, Path]]]:
+    """Runs the command, and sends its process a signal once something is in the output."""
+
+    def run(number: int) -> tuple[int, Path]:
+        source = write(tmp_path / "in.jsonl", capitals(400))
+        output = tmp_path / "out.jsonl"
+
+        def send() -> None:
+            while not (output.exists() and output.stat().st_size):
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        code = main(["batch", str(source), "-o", str(output), "--max-new-tokens", "12"])
+        thread.join()
+        return code, output
+
+    return run
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_command_in_good_order(
+    interrupted: Callable[[int], tuple[int, Path]],
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    code: int,
+) -> None:
+    before = signal.getsignal(number)
+    given, output = interrupted(number)
+    told = capsys.readouterr()
+    assert given == code
+    assert "the same command goes on" in told.err
+    done = json.loads(told.out)["rows"]
+    assert 0 < done["computed"] < 400
+    assert len(read(output)) == done["done"]
+    assert signal.getsignal(number) == before

@@ -1,0 +1,228 @@
+"""What is told of a pile of requests before it runs, against what it then does."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tokenmill as sgl
+from tokenmill.frontend.planning import SAMPLE_ROWS, sample_of
+from tokenmill.frontend.prefixes import cached_tokens
+from tokenmill.frontend.speed import Speed, forecast
+from tokenmill.kvcache import Cache
+from tokenmill.messages import EngineFacts, Request
+from tokenmill.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.cpu
+
+# A step takes a second, whatever is in it.
+STEPS = Speed(0.0, 0.0, (1, 1000), (1.0, 1.0), 0.0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[sgl.Engine]:
+    with sgl.Engine(model_path="tiny", max_running_requests=8, random_seed=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def facts(llm: sgl.Engine) -> EngineFacts:
+    return llm._client.facts
+
+
+def shared_prompts(seed: int, count: int = 40) -> list[list[int]]:
+    """Prompts of a forest: groups within groups, and some that are equal."""
+    draw = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        known = draw.choice(prompts) if prompts and draw.random() < 0.7 else []
+        kept = known[: draw.choice([len(known), draw.randint(0, len(known))])]
+        prompts.append(kept + [draw.randrange(4) for _ in range(draw.choice([0, 1, 5, 16, 40])) or range(1)])
+    return prompts
+
+
+def request(prompt: list[int], new: int = 4, salt: bytes = b"") -> Request:
+    params = SamplingParams(max_new_tokens=new)
+    ids = np.array(prompt, dtype=np.int32)
+    return Request("x", ids, params, new, 0, (), 0, cache_namespace=salt)
+
+
+# ── tokens ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_salt": ["a", "b"] * 20}])
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_are_those_that_the_engine_counts(llm: sgl.Engine, options: dict[str, Any], n: int) -> None:
+    prompts = shared_prompts(n)
+    params = [{"max_new_tokens": 1 + index % 3, "ignore_eos": True, "n": n} for index in range(40)]
+    plan = llm.plan(None, params, prompts, **options)
+    llm.flush_cache()
+    results = llm.generate(None, params, prompts, **options)
+    told = {
+        key: sum(result["meta_info"][key] for result in results)
+        for key in ("prompt_tokens", "cached_tokens", "completion_tokens")
+    }
+    assert plan.prompt_tokens == told["prompt_tokens"]
+    assert plan.output_tokens == plan.max_output_tokens == told["completion_tokens"]
+    assert plan.cached_tokens == told["cached_tokens"] > 0
+    assert (plan.rows, plan.requests, plan.sampled_rows) == (40, 40 * n, None)
+
+
+def test_outputs_are_bounded_or_as_long_as_the_caller_knows(llm: sgl.Engine) -> None:
+    params = [{"max_new_tokens": 10}, {"max_new_tokens": 50}, {"max_new_tokens": 50, "ignore_eos": True}]
+    prompts = ["a", "b", "c"]
+    assert llm.plan(prompts, params).output_tokens == 110
+    plan = llm.plan(prompts, params, mean_output_tokens=20)
+    assert plan.output_tokens == 10 + 20 + 50
+    assert plan.max_output_tokens == 110
+    with pytest.raises(sgl.InvalidArgument, match="mean_output_tokens"):
+        llm.plan(prompts, params, mean_output_tokens=-1)
+
+
+def test_faults_are_those_of_generate(llm: sgl.Engine) -> None:
+    with pytest.raises(sgl.InvalidArgument, match="temperature"):
+        llm.plan("a", {"temperature": -1})
+    with pytest.raises(sgl.InvalidArgument, match="prompt"):
+        llm.plan(3)
+
+
+def test_a_prefix_that_made_way_is_computed_again() -> None:
+    """Two groups by turns, and a pool that holds one of them: nothing is found. With more room, all is."""
+    requests = [request([group] * 160 + [index]) for index in range(6) for group in (1, 2)]
+    small = cached_tokens(requests, page_size=16, pool_tokens=176)
+    large = cached_tokens(requests, page_size=16, pool_tokens=2000)
+    assert small.tolist() == [0] * 12
+    assert large.tolist() == [0, 0] + [160] * 10
+
+
+def test_evictions_are_those_of_the_books() -> None:
+    """Against the page books of the core, with rows that come one by one."""
+    for seed in range(8):
+        prompts = [ids[:100] for ids in shared_prompts(seed, 120)]
+        cache, expected = Cache(num_pages=40, page_size=4), []
+        for ids in prompts:
+            row = cache.match(np.array(ids, dtype=np.int32).tobytes())
+            expected.append(4 * row.num_shared)
+            assert cache.reserve(row, len(ids))
+            cache.commit(row, array("i", ids), num_tokens=len(ids))
+            cache.release(row)
+        told = cached_tokens([request(ids, 0) for ids in prompts], page_size=4, pool_tokens=160)
+        unlimited = cached_tokens([request(ids, 0) for ids in prompts], page_size=4, pool_tokens=10**6)
+        assert told.sum() == pytest.approx(sum(expected), rel=0.1)
+        assert told.sum() < 0.8 * unlimited.sum()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    requests = [request([7] * 32), request([7] * 32), request([7] * 33), request([7] * 32, salt=b"other")]
+    assert cached_tokens(requests, page_size=16, pool_tokens=10**6).tolist() == [0, 16, 32, 0]
+
+
+# ── time ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_steps_are_those_of_the_scheduler(facts: EngineFacts, core_steps: Callable[..., int]) -> None:
+    """Played through in advance, against a scheduler that plans them one by one."""
+    for seed in range(6):
+        draw = random.Random(seed)
+        rows = [(draw.randint(1, 40), draw.choice([1, 3, 30])) for _ in range(60)]
+        prompts, outputs = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+        limits = {"max_running_requests": 8, "max_step_tokens": 64, "max_total_num_tokens": 64 * 400}
+        small = replace(facts, page_size=4, **limits)
+        told = forecast(STEPS, small, prompts=prompts, cached=np.zeros_like(prompts), outputs=outputs)
+        assert told.seconds == pytest.approx(core_steps(rows), rel=0.15)
+        assert told.peak_rows == 8
+
+
+def test_memory_limits_how_many_rows_run_at_once(facts: EngineFacts) -> None:
+    prompts, outputs = np.full(100, 500), np.full(100, 100)
+    small = replace(facts, max_running_requests=64, max_total_num_tokens=6000)
+    told = forecast(STEPS, small, prompts=prompts, cached=np.zeros_like(prompts), outputs=outputs)
+    assert told.peak_rows == 10
+    assert 5000 <= told.peak_tokens <= 6000
+    roomy = replace(small, max_total_num_tokens=10**6)
+    assert forecast(STEPS, roomy, prompts=prompts, cached=prompts // 2, outputs=outputs).peak_rows == 64
+
+
+def test_seconds_are_near_those_of_the_run(llm: sgl.Engine) -> None:
+    """Other programs of the machine come and go: this tells an estimate from a wrong unit, no more."""
+    prompts = [f"The capital of country {index} is" for index in range(48)]
+    params = {"max_new_tokens": 24, "ignore_eos": True}
+    plan = llm.plan(prompts, params)
+    began = time.perf_counter()
+    llm.generate(prompts, params)
+    actual = time.perf_counter() - began
+    assert actual / 6 < plan.seconds < actual * 6
+
+
+# ── nothing else changes ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_plan_leaves_no_trace(make_model: Callable[..., Path]) -> None:
+    """Neither in the seeds of later requests, nor in what is cached for them."""
+    folder = str(make_model("llama"))
+
+    def outputs(*, plans: bool) -> list[Any]:
+        found = []
+        with sgl.Engine(model_path=folder, device="cpu", random_seed=5) as engine:
+            for _ in range(3):
+                result = engine.generate(input_ids=[7] * 40, sampling_params={"max_new_tokens": 20})
+                found.append((result["output_ids"], result["meta_info"]["cached_tokens"]))
+                if plans:
+                    engine.plan(["My name is", "Hello"], {"max_new_tokens": 4})
+        return found
+
+    without = outputs(plans=False)
+    assert outputs(plans=True) == without
+    assert without[0][0] != without[1][0]
+    assert without[1][1] == 32
+
+
+# ── many rows ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_long_pile_is_guessed_from_a_sample_in_seconds(llm: sgl.Engine) -> None:
+    draw = random.Random(1)
+    systems = [[draw.randrange(500) for _ in range(64)] for _ in range(50)]
+    prompts = [systems[index % 50] + [index % 500] * 3 for index in range(100_000)]
+    llm.plan("measures the speed")
+    began = time.perf_counter()
+    plan = llm.plan(None, {"max_new_tokens": 3}, prompts)
+    assert time.perf_counter() - began < 10
+    assert plan.rows == plan.requests == 100_000
+    assert plan.sampled_rows == SAMPLE_ROWS
+    assert plan.prompt_tokens == pytest.approx(6_700_000, rel=0.001)
+    assert plan.cached_share == pytest.approx(64 / 67, rel=0.01)
+    assert plan.max_output_tokens == 300_000
+    assert f"guessed from {SAMPLE_ROWS:,}" in str(plan)
+
+
+def test_a_sample_is_made_of_neighbours_from_everywhere() -> None:
+    assert sample_of(SAMPLE_ROWS) is None
+    chosen = sample_of(100_000)
+    assert chosen is not None
+    assert len(set(chosen)) == SAMPLE_ROWS
+    assert (chosen[0], chosen[-1]) == (0, 99_999)
+    assert sum(after == before + 1 for before, after in pairwise(chosen)) > 8000
+
+
+def test_a_plan_can_be_read_by_people_and_programs(llm: sgl.Engine) -> None:
+    plan = llm.plan(["Hello"] * 3, {"max_new_tokens": 8})
+    told = json.loads(json.dumps(plan.to_dict()))
+    assert told["rows"] == 3
+    assert told["cached_share"] == plan.cached_share
+    assert told["speed"]["decode_rows"][0] == 1
+    lines = str(plan).splitlines()
+    assert [line.split()[0] for line in lines] == ["rows", "prompt", "output", "time", "memory"]
+    assert "24, if none ends early" in lines[2]
+    empty = llm.plan([])
+    assert (empty.rows, empty.prompt_tokens, empty.seconds) == (0, 0, pytest.approx(0, abs=0.1))

@@ -1,0 +1,101 @@
+"""The command `tokenmill batch`: its flags, what it prints, its exit codes, and what signals do to it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from tokenmill.batch.config import JobConfig
+from tokenmill.flags import add_engine_flags, add_flags, add_sampling_flags, given
+
+EXIT_OK = 0
+EXIT_SOME_FAILED = 3  # every row has its line, some of them an error
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+EXIT_TERMINATED = 143  # as a shell reports SIGTERM
+
+_NO_FLAG = {"sampling_params", "options"}
+# Too long for a line to be read; the report shows them.
+_NOT_PRINTED = {"timeline", "latency_seconds", "prompt_length", "output_length"}
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "batch",
+        help="answer a file of prompts",
+        description="Answer every row of a file: JSONL, CSV, Parquet, a saved data set, or a file of "
+        "OpenAI's batch API. Finished rows are in the output at once, and in input order at the end. "
+        "Whatever ends the command, the same command goes on. At the end one JSON object says what was done. "
+        "Exit code 0: all rows are answered; 3: some rows have errors; 1, 2: failed; 130, 143: interrupted.",
+    )
+    parser.add_argument("input", help="file of rows, or folder of a saved data set")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help=".jsonl, .csv, .tsv or .parquet (default: INPUT with .out)"
+    )
+    parser.add_argument("--plan", action="store_true", help="tell what the job will take, and run nothing")
+    add_flags(parser.add_argument_group("job"), JobConfig, "job", without=_NO_FLAG)
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(command=run_command)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run the job and print its summary; returns the exit code."""
+    from tokenmill.batch.job import BatchJob  # brings the engine along, which --help does not need
+
+    job = BatchJob(
+        options.input,
+        options.output,
+        sampling_params=given(options, "sampling"),
+        **given(options, "job"),
+        **given(options, "engine"),
+    )
+    if options.plan:
+        print(job.plan())
+        return EXIT_OK
+    code = EXIT_OK
+    with _signals():
+        try:
+            job.run()
+        except KeyboardInterrupt as interrupt:
+            code = EXIT_TERMINATED if isinstance(interrupt, _Terminated) else EXIT_INTERRUPTED
+    summary = job.summary()
+    print(json.dumps({name: value for name, value in summary.items() if name not in _NOT_PRINTED}))
+    if code:
+        print("interrupted; what is finished is kept, and the same command goes on", file=sys.stderr)
+    return code or (EXIT_SOME_FAILED if summary["errors"] else EXIT_OK)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which asks for the same as Ctrl-C."""
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the job in good order, and a second one of them at once."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _leave)
+    raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Nothing is waited for: what the journal has is whole at every moment."""
+    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)

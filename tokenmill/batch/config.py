@@ -1,0 +1,48 @@
+"""The arguments of a batch job besides those of the engine; the command line is made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.batch.sources import FORMATS
+
+
+def _arg(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """All arguments of `batch.run` besides source, output, and the engine's."""
+
+    # What the rows ask for
+    format: str | None = _arg(None, "format of the input (default: by its name)", FORMATS)
+    split: str | None = _arg(None, "split of a saved DatasetDict")
+    prompt_column: str | None = _arg(
+        None, "column of the prompt: a text, token ids or messages (default: prompt, messages, …)"
+    )
+    messages_column: str | None = _arg(None, "column of a conversation: a list of messages, or its JSON")
+    template: str | None = _arg(None, "Jinja template of the columns that makes the prompt, or its file")
+    system: str | None = _arg(None, "system message put before each conversation that has none")
+    as_chat: bool = _arg(False, "send texts through the model's chat template, as a user's message")
+    tools_column: str | None = _arg(None, "column of the tools of a conversation (default: tools)")
+    params_column: str | None = _arg(
+        None, "column with sampling parameters of the row (default: sampling_params)"
+    )
+    sampling_params: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "sampling parameters of all rows", "choices": None}
+    )
+    options: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "other keywords of generate() for all rows", "choices": None}
+    )
+    output_ids: bool = _arg(False, "write the token ids of answers, too")
+    timeout: float | None = _arg(None, "seconds after which a row is given up, with an error in its place")
+    seed: int = _arg(0, "seed from which rows without a sampling_seed get theirs")
+
+    # Where it goes
+    error_file: str | None = _arg(None, "file for rows that failed (default: they stand in the output)")
+    journal: str | None = _arg(None, "file that keeps what is finished (default: OUTPUT.journal)")
+    overwrite: bool = _arg(False, "replace an output that this job did not make")
+    report: str | None = _arg(None, "HTML page with plots, written at the end")

@@ -1,0 +1,162 @@
+"""CSV and TSV as RFC 4180 has them: a header, quoted fields with separators and line ends in them.
+
+The parser is our own: that of the standard library limits the length of fields by a number which is the same
+for the whole process, and one faulty row makes it lose its place. Where a row ends is found on bytes, what is
+in it on text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenmill.batch.input_record import MAX_ROW_BYTES, Record, decoded, faulty, fingerprint_of
+from tokenmill.batch.text_lines import DamagedFile, check_encoding, read_lines, too_long
+from tokenmill.errors import InvalidArgument
+from tokenmill.sampling_params import brief
+
+
+class CsvRows:
+    """The rows of a CSV or TSV file below its header; every value is a text."""
+
+    num_rows = None
+
+    def __init__(self, path: Path, *, format: str, delimiter: str) -> None:
+        """Raises `InvalidArgument` for a file that cannot be read, or a header that names no columns."""
+        self.format = format
+        self._path = path
+        self._delimiter = delimiter
+        check_encoding(path)
+        self.columns = self._header()
+
+    def __iter__(self) -> Iterator[Record]:
+        index = 0
+        try:
+            for number, text in self._rows_below_header():
+                yield self._record(index, number, text)
+                index += 1
+        except DamagedFile as error:
+            yield faulty(index, None, str(error))
+
+    def fingerprint(self) -> str:
+        """See `Source`."""
+        return fingerprint_of([self._path], self.format)
+
+    def _rows_below_header(self) -> Iterator[tuple[int, bytes | None]]:
+        rows = _logical_rows(self._path, self._delimiter.encode())
+        next(rows, None)
+        return rows
+
+    def _header(self) -> tuple[str, ...] | None:
+        """The names of the columns; None in an empty file."""
+        try:
+            first = next(_logical_rows(self._path, self._delimiter.encode()), None)
+            if first is None:
+                return None
+            names = self._fields(first[1])
+        except (DamagedFile, ValueError) as error:
+            raise InvalidArgument(f"the header of {self._path} cannot be read: {error}") from None
+        if any("\r" in name for name in names):
+            raise InvalidArgument(
+                f"{self._path} ends its lines by carriage returns alone; convert it: tr '\\r' '\\n'"
+            )
+        for position, name in enumerate(names):
+            if not name.strip() or names.index(name) < position:
+                fault = f"{brief(name)} twice" if name.strip() else "no name"
+                raise InvalidArgument(
+                    f"the header of {self._path} has {fault} in column {position + 1}; give each column a "
+                    "name of its own"
+                )
+        return tuple(names)
+
+    def _record(self, index: int, number: int, text: bytes | None) -> Record:
+        assert self.columns is not None
+        try:
+            values = self._fields(text)
+            if len(values) != len(self.columns):
+                raise ValueError(
+                    f"the row has {len(values)} fields, but the header has {len(self.columns)}; quote fields "
+                    "with separators in them"
+                )
+        except ValueError as error:
+            return faulty(index, number, str(error))
+        return Record(index, number, dict(zip(self.columns, values, strict=True)), None)
+
+    def _fields(self, text: bytes | None) -> list[str]:
+        """The values of a row; raises ValueError, which tells the fault."""
+        if text is None:
+            raise ValueError(too_long())
+        if (place := text.find(0)) >= 0:
+            raise ValueError(f"byte {place + 1} is NUL, which no text has; the file is damaged or binary")
+        return parse_row(decoded(text).removesuffix("\n").removesuffix("\r"), self._delimiter)
+
+
+def parse_row(text: str, delimiter: str) -> list[str]:
+    """The values of one row without its line end; raises ValueError for quotes that do not fit."""
+    if '"' not in text:
+        return text.split(delimiter)
+    values: list[str] = []
+    position = 0
+    while True:
+        if text.startswith('"', position):
+            end = _closing_quote(text, position + 1)
+            values.append(text[position + 1 : end].replace('""', '"'))
+            position = end + 1
+            if position < len(text) and text[position] != delimiter:
+                raise ValueError(
+                    f"field {len(values)} goes on behind its closing quote; write quotes inside it twice"
+                )
+        else:
+            end = text.find(delimiter, position)
+            end = len(text) if end < 0 else end
+            values.append(text[position:end])
+            position = end
+        if position == len(text):
+            return values
+        position += 1
+
+
+def _closing_quote(text: str, start: int) -> int:
+    end = text.find('"', start)
+    while end >= 0 and text.startswith('""', end):
+        end = text.find('"', end + 2)
+    if end < 0:
+        raise ValueError("a quote is opened that nothing closes up to the end of the file; close it")
+    return end
+
+
+def _logical_rows(path: Path, delimiter: bytes) -> Iterator[tuple[int, bytes | None]]:
+    """First line's number and bytes of each row that is not blank; None for a row beyond the limit."""
+    parts: list[bytes] = []
+    first, size, is_quoted = 0, 0, False
+    for number, line in read_lines(path):
+        if not is_quoted:
+            if line is not None and not line.strip(b"\r\n"):
+                continue
+            parts, first, size = [], number, 0
+        if line is None:  # nobody looked for quotes in it; the next line begins a row
+            is_quoted = False
+            yield first, None
+            continue
+        is_quoted = _ends_quoted(line, delimiter, is_quoted)
+        size += len(line)
+        if size <= MAX_ROW_BYTES:
+            parts.append(line)
+        if not is_quoted:
+            yield first, b"".join(parts) if size <= MAX_ROW_BYTES else None
+    if is_quoted:
+        yield first, b"".join(parts) if size <= MAX_ROW_BYTES else None
+
+
+def _ends_quoted(line: bytes, delimiter: bytes, is_quoted: bool) -> bool:
+    """Whether a quoted field is open at the end of a line, given whether one was at its beginning."""
+    position = 0
+    while True:
+        place = line.find(b'"', position)
+        if place < 0:
+            return is_quoted
+        position = place + 1
+        if is_quoted and line.startswith(b'"', position):
+            position += 1  # a quote inside of the field
+        elif is_quoted or place == 0 or line[place - 1 : place] == delimiter:
+            is_quoted = not is_quoted

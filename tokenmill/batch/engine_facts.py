@@ -1,0 +1,38 @@
+"""What a job tells of the engine that it ran on, and what it watches there while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.batch.figures import Figures
+
+if TYPE_CHECKING:
+    from tokenmill.engine import Engine
+
+# Facts of `get_server_info`, in the order in which they are told.
+_NAMES = (
+    "model_path",
+    "architecture",
+    "num_parameters",
+    "weight_version",
+    "device",
+    "device_name",
+    "dtype",
+    "attention_backend",
+    "schedule_policy",
+    "max_running_requests",
+    "max_total_num_tokens",
+)
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """Model, device, limits and version, as plain JSON."""
+    info = engine.get_server_info()
+    return {**{name: info[name] for name in _NAMES}, "tokenmill": info["version"]}
+
+
+def look_at_device(engine: Engine, figures: Figures) -> None:
+    """Tell the figures how long the device was idle; nothing where the engine cannot tell."""
+    for state in engine.get_server_info()["internal_states"]:
+        if (seconds := state["device_seconds"]) is not None:
+            figures.watched(idle_seconds=seconds["idle"], busy_seconds=seconds["busy"])

@@ -1,0 +1,267 @@
+"""A batch job from its arguments to its summary: opens files and engine, and closes what it opened.
+
+Owns the order in which that happens: every fault that can be seen beforehand is told before any work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.batch.commits import Commits
+from tokenmill.batch.config import JobConfig
+from tokenmill.batch.engine_facts import engine_facts, look_at_device
+from tokenmill.batch.figures import Figures
+from tokenmill.batch.files import JobFiles
+from tokenmill.batch.journal import Journal
+from tokenmill.batch.keys import Keys, fingerprint
+from tokenmill.batch.ledger import Ledger
+from tokenmill.batch.line_file import LineFile
+from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
+from tokenmill.batch.openai_parts import PromptRows
+from tokenmill.batch.outputs import OutputFormat, RowOutput
+from tokenmill.batch.planning import plan_job, predicted_and_actual, save_plan, saved_plan
+from tokenmill.batch.progress import Progress
+from tokenmill.batch.report import write_report
+from tokenmill.batch.row_count import RowCount
+from tokenmill.batch.rows import ColumnRows, RowForm, RowMaker
+from tokenmill.batch.sources import open_source
+from tokenmill.batch.table_output import TableOutput
+from tokenmill.batch.work import Work
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
+from tokenmill.frontend.planning import Plan
+from tokenmill.sampling_params import SamplingParams, check_whole, show
+
+if TYPE_CHECKING:
+    from tokenmill.engine import Engine
+
+_JOB_ARGUMENTS = {field.name for field in dataclasses.fields(JobConfig)}
+# Those that say how a prompt is made of columns.
+_FORM_ARGUMENTS = tuple(
+    field.name
+    for field in dataclasses.fields(RowForm)
+    if field.name in _JOB_ARGUMENTS and field.name != "sampling_params"
+)
+
+
+def run(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    engine: Engine | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Answer every row of a file, into another file; goes on where an earlier run of the job was ended.
+
+    `arguments` are the fields of `JobConfig`, and, without an `engine`, those of `Engine`. An engine that is
+    given stays open. Without `output` the name of the source gets `.out` before its end.
+
+    Rows that fail have their error in the output. Returns the figures of the run; docs/batch.md has its keys.
+    Raises `InvalidArgument` before any work, `JobStopped` for a full disk or a journal in use, `EngineDead`,
+    `EngineClosed`. Whatever ends a job, also Ctrl-C, leaves what was finished in the journal and the output.
+    """
+    job = BatchJob(source, output, engine=engine, **arguments)
+    job.run()
+    return job.summary()
+
+
+class BatchJob:
+    """One job. Whatever ended `run`, `summary` tells what was done by then."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        output: str | os.PathLike[str] | None = None,
+        *,
+        engine: Engine | None = None,
+        **arguments: Any,
+    ) -> None:
+        """As `run`. Looks at arguments and source, and changes nothing yet."""
+        ours, self._engine_arguments = _shared_out(arguments, has_engine=engine is not None)
+        self._config = config = JobConfig(**ours)
+        self._engine = engine
+        check_whole("seed", config.seed, minimum=-(2**63), maximum=2**64 - 1)
+        SamplingParams.from_value(config.sampling_params)
+        opened = open_source(source, format=config.format, split=config.split)
+        self._is_openai = is_batch_file(opened)
+        self._source = PromptRows(opened) if self._is_openai else opened
+        form = RowForm(**{name: getattr(config, name) for name in _FORM_ARGUMENTS})
+        self._columns = None if self._is_openai else ColumnRows(form, self._source)
+        self._check_form(form)
+        self.files = JobFiles.of(Path(source), output, config, has_error_file=self._is_openai)
+        self.resumed = False
+        self._facts: dict[str, Any] = {}
+        self._saved_plan: dict[str, Any] | None = None
+        self.figures = Figures()
+
+    def run(self) -> None:
+        """Do the work. Raises as the function `run`."""
+        with contextlib.ExitStack() as stack:
+            is_first = not self.files.journal.exists()
+            journal = self.files.open_journal(overwrite=self._config.overwrite)
+            stack.callback(journal.close)
+            self.resumed = not is_first
+            engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+            self._facts = engine_facts(engine)
+            self._saved_plan = saved_plan(self._source, self.files.plan)
+            self.figures.started(num_rows=self._source.num_rows, plan=self._saved_plan)
+            stack.enter_context(RowCount(self._source, self.figures))
+            look = partial(look_at_device, engine, self.figures)
+            stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
+            self._answer(engine, journal)
+        if self.files.report is not None:
+            write_report(self.summary(), self.files.report)
+
+    def plan(self) -> Plan:
+        """What the job would take, if nothing of it was done before.
+
+        Runs nothing of it, but keeps the plan in a file, so that the summary of the run says how it compares.
+        """
+        with contextlib.ExitStack() as stack:
+            engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+            made = plan_job(
+                self._source,
+                self._row_maker(engine),
+                engine,
+                sampling_params=self._row_params,
+                options=self._options(),
+                keys=self._keys(engine),
+            )
+        save_plan(made, self._source, self.files.plan)
+        return made
+
+    def summary(self) -> dict[str, Any]:
+        """What was done until now, as plain JSON."""
+        told = self.figures.summary()
+        plan = self._saved_plan
+        return {
+            "job": {
+                **self.files.to_dict(),
+                "resumed": self.resumed,
+                "engine": self._facts,
+                "sampling_params": {name: show(each) for name, each in self._config.sampling_params.items()},
+            },
+            **told,
+            **({} if plan is None else {"plan": predicted_and_actual(plan, told)}),
+        }
+
+    @property
+    def _row_params(self) -> Mapping[str, Any]:
+        """Sampling parameters that the engine is given for all rows."""
+        return {} if self._is_openai else self._config.sampling_params
+
+    def _answer(self, engine: Engine, journal: Journal) -> None:
+        """Fill the outputs: rows as they finish, and at the end in their order."""
+        maker, form = self._row_maker(engine), self._output_format(engine)
+        with contextlib.ExitStack() as stack:
+            table = form if isinstance(form, TableOutput) else None
+            output = _opened(stack, self.files.output if table is None else table.lines_path)
+            errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
+            outputs = [output] if errors is None else [output, errors]
+            with Commits(journal, outputs) as commits:
+                work = Work(
+                    self._source,
+                    maker,
+                    form,
+                    runner=engine.open_rows(),
+                    keys=self._keys(engine),
+                    ledger=Ledger(journal),
+                    figures=self.figures,
+                    output=output,
+                    errors=errors,
+                    commits=commits,
+                    params=self._row_params,
+                    options=self._options(),
+                )
+                work.run()
+            self.figures.started(num_rows=work.num_rows)
+            if errors is not None:
+                errors.finish()
+            if table is None:
+                output.finish()
+            else:
+                table.write(output)
+
+    def _row_maker(self, engine: Engine) -> RowMaker:
+        if self._columns is not None:
+            return self._columns
+        return OpenAIRows(
+            model=_name_of(engine),
+            sampling_params=self._config.sampling_params,
+            has_tokenizer=not engine.config.skip_tokenizer_init,
+        )
+
+    def _output_format(self, engine: Engine) -> OutputFormat:
+        if self._is_openai:
+            return OpenAIOutput(model=_name_of(engine))
+        rows = RowOutput(self._source, output_ids=self._config.output_ids)
+        if self.files.table_format is None:
+            return rows
+        return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
+
+    def _keys(self, engine: Engine) -> Keys:
+        model = fingerprint(engine.config, dtype=engine.open_rows().facts.dtype)
+        return Keys(model, seed=self._config.seed)
+
+    def _options(self) -> dict[str, Any]:
+        timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}
+        return {**timeout, **self._config.options}
+
+    def _check_form(self, form: RowForm) -> None:
+        """Raise for arguments that the kind of the input has no use for."""
+        if not self._is_openai:
+            if self._config.error_file is not None:
+                raise InvalidArgument(
+                    "error_file is for OpenAI's batch files; of other rows, errors stand in the output; "
+                    "leave it out"
+                )
+            return
+        for field in dataclasses.fields(RowForm):
+            if getattr(form, field.name) not in (field.default, {}):
+                raise InvalidArgument(
+                    f"{field.name} says how prompts are made of columns, but the input is a file of OpenAI's "
+                    "batch API, whose rows say it themselves; leave it out"
+                )
+
+
+def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
+    file = LineFile(path)
+    stack.callback(file.close)
+    return file
+
+
+def _name_of(engine: Engine) -> str:
+    return engine.config.served_model_name or engine.config.model_path
+
+
+@contextlib.contextmanager
+def _new_engine(arguments: dict[str, Any]) -> Iterator[Engine]:
+    from tokenmill.engine import Engine  # not needed for faults that are seen before
+
+    # Prompts with the same beginning go together. Where priorities count, they decide.
+    order = {} if arguments.get("enable_priority_scheduling") else {"schedule_policy": "lpm"}
+    with Engine(**{**order, **arguments}) as engine:
+        yield engine
+
+
+def _shared_out(arguments: dict[str, Any], *, has_engine: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of the job, and those of the engine."""
+    ours = {name: value for name, value in arguments.items() if name in _JOB_ARGUMENTS}
+    rest = {name: value for name, value in arguments.items() if name not in _JOB_ARGUMENTS}
+    if rest and has_engine:
+        name = next(iter(rest))
+        raise UnknownArgument(
+            f"{name!r} is no argument of a job whose engine is given.{did_you_mean(name, _JOB_ARGUMENTS)}"
+        )
+    engines = {field.name for field in dataclasses.fields(EngineConfig)}
+    for name in rest:
+        hint = did_you_mean(name, _JOB_ARGUMENTS)
+        if name not in engines and hint and not did_you_mean(name, engines):
+            raise UnknownArgument(f"{name!r} is no argument of a job or an engine.{hint}")
+    return ours, rest

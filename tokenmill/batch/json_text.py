@@ -1,0 +1,49 @@
+"""JSON as outputs are written: one line, the same bytes for the same value, and always valid.
+
+Owns what becomes of values that files of columns hold and JSON has not.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any
+
+
+def json_line(value: Any) -> bytes:
+    """The value as JSON with a line end."""
+    return json_bytes(value) + b"\n"
+
+
+def json_bytes(value: Any) -> bytes:
+    """The value as JSON in UTF-8, readable where it is text at all.
+
+    A number that is not finite becomes null, bytes become base64, dates and whatever else becomes its text.
+    """
+    try:
+        text = _encode(value)
+    except ValueError:  # a float that JSON has not
+        text = _encode(_finite(value))
+    # Half a surrogate pair is written by its number, in the very form that JSON has for it.
+    return text.encode(errors="backslashreplace")
+
+
+def _told(value: Any) -> Any:
+    """What stands for a value that JSON has not."""
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode()
+    if callable(getattr(value, "tolist", None)):  # an array or tensor
+        return _finite(value.tolist())
+    return value.isoformat() if callable(getattr(value, "isoformat", None)) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_told).encode

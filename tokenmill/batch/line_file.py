@@ -1,0 +1,129 @@
+"""The output of a running job: lines of rows as they finish, and in the order of the input at the end.
+
+Owns the file, where the line of each row is in it, and that a reader never sees half a line, or less than
+before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tokenmill.batch.journal import append, disk_of, sync_folder
+
+
+class LineFile:
+    """Lines by row, in a file that only grows; 12 bytes of memory for each row.
+
+    One thread adds while another takes and writes.
+
+    What is there already stays until the new file has become as large: a job that goes on first writes once
+    more what it had.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begin the file beside `path`, or at `path` if nothing is there yet. Raises `JobStopped`."""
+        self.path = path
+        self._working_path = path
+        self._size_before = 0
+        if path.exists():
+            self._size_before = path.stat().st_size
+            self._working_path = beside(path, "partial")
+        self._file = _opened(self._working_path)
+        self._end = 0
+        self._lock = threading.Lock()
+        self._waiting: list[bytes] = []
+        self._next_start = 0
+        self._starts = array("Q")  # of the line of each row, plus 1; 0: it has none
+        self._lengths = array("I")
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """How much the next commit writes."""
+        return self._next_start - self._end
+
+    def add(self, index: int, line: bytes) -> None:
+        """The line of a row, with its line end; in the file with the next `write`."""
+        if index >= len(self._starts):
+            missing = index + 1 - len(self._starts)
+            self._starts.extend(array("Q", bytes(8 * missing)))
+            self._lengths.extend(array("I", bytes(4 * missing)))
+        self._starts[index] = self._next_start + 1
+        self._lengths[index] = len(line)
+        with self._lock:
+            self._next_start += len(line)
+            self._waiting.append(line)
+
+    def take(self) -> list[bytes]:
+        """The lines added since last time, for `write`."""
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken
+
+    def write(self, lines: list[bytes]) -> None:
+        """Append whole lines, or, with `JobStopped`, none of them."""
+        data = b"".join(lines)
+        if not data:
+            return
+        append(self._file, data, end=self._end, path=self._working_path)
+        self._end += len(data)
+        if self._working_path != self.path and self._end >= self._size_before:
+            _take_place(self._working_path, self.path)
+            self._working_path = self.path
+
+    def in_order(self) -> Iterator[bytes]:
+        """The lines that were written, in the order of their rows."""
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            for start, length in zip(self._starts, self._lengths, strict=True):
+                if start:
+                    lines.seek(start - 1)
+                    yield lines.read(length)
+
+    def finish(self) -> None:
+        """Put the lines in the order of their rows; all are written. Raises `JobStopped`."""
+        replace_whole(self.path, self._write_ordered)
+        self.close()
+
+    def close(self) -> None:
+        """End the file as it is; what has not taken its place is removed. May be called twice."""
+        self._file.close()
+        if self._working_path != self.path:
+            self._working_path.unlink(missing_ok=True)
+
+    def _write_ordered(self, target: Path) -> None:
+        with target.open("wb") as ordered:
+            ordered.writelines(self.in_order())
+
+
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file, and put it at `path` once it is on the disk. Raises `JobStopped`."""
+    target = beside(path, "ordered")
+    try:
+        with disk_of(target):
+            write(target)
+            with target.open("rb") as file:
+                os.fsync(file.fileno())
+        _take_place(target, path)
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def _take_place(new: Path, path: Path) -> None:
+    with disk_of(path):
+        os.replace(new, path)
+        sync_folder(path)
+
+
+def beside(path: Path, stage: str) -> Path:
+    """Where a file grows until it takes the place of the one that is there."""
+    return path.with_name(f"{path.name}.tokenmill-{stage}")
+
+
+def _opened(path: Path) -> BinaryIO:
+    with disk_of(path):
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    return os.fdopen(number, "rb")

@@ -1,0 +1,44 @@
+"""An output in columns, CSV or Parquet: lines of results while the job runs, the file itself at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmill.batch.input_record import Record, Source
+from tokenmill.batch.line_file import LineFile, beside, replace_whole
+from tokenmill.batch.outputs import Result, RowOutput
+from tokenmill.batch.tables import check_writable, write_table
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class TableOutput:
+    """Keeps results as lines, and makes a table of them and of the records, whose types lines would lose."""
+
+    def __init__(self, path: Path, rows: RowOutput, source: Source, *, format: str) -> None:
+        """Raises `InvalidArgument` without the library of the format."""
+        check_writable(format)
+        self._path = path
+        self._rows = rows
+        self._source = source
+        self._format = format
+        self.lines_path = beside(path, "rows")
+        self.lines_path.unlink(missing_ok=True)  # of a run that was killed; the journal has all of it
+
+    def line(self, record: Record, results: Sequence[Result]) -> tuple[bytes | None, bytes | None]:
+        """See `OutputFormat`; what is in the line is for `write`."""
+        return _encode(results).encode() + b"\n", None
+
+    def write(self, lines: LineFile) -> None:
+        """Make the table; `lines` has one line for each record. Raises `JobStopped`."""
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for record, line in zip(self._source, lines.in_order(), strict=True):
+                yield self._rows.row(record, json.loads(line))
+
+        replace_whole(self._path, lambda target: write_table(target, rows, format=self._format))
+        lines.close()
+        self.lines_path.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""Rows of an output as a file of columns: CSV or Parquet, written at the end, a few rows at a time.
+
+Which columns there are is known once all rows were seen, so rows are read twice. Nothing is left out: what
+has no one type in its column, and in CSV whatever is no text, becomes JSON.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tokenmill.batch.json_text import json_bytes
+from tokenmill.errors import InvalidArgument
+
+Row = Mapping[str, Any]
+Rows = Callable[[], Iterable[Row]]
+
+_ROWS_AT_ONCE = 1024
+_ROWS_IN_GROUP = 8 * _ROWS_AT_ONCE
+
+
+def check_writable(format: str) -> None:
+    """Raise `InvalidArgument` for a format of columns whose library is not there, before any work is done."""
+    if format == "parquet":
+        _pyarrow()
+
+
+def write_table(path: Path, rows: Rows, *, format: str) -> None:
+    """Write all rows as `csv`, `tsv` or `parquet`, in their order; `rows()` gives them from the start.
+
+    The same rows give the same bytes. An existing file is overwritten; whoever needs the file whole or not at
+    all gives the path of a new one and renames it.
+    """
+    if format == "parquet":
+        _write_parquet(path, rows)
+    else:
+        _write_csv(path, rows, delimiter="\t" if format == "tsv" else ",")
+
+
+# ── CSV ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _write_csv(path: Path, rows: Rows, *, delimiter: str) -> None:
+    names = list(dict.fromkeys(name for row in rows() for name in row))
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        # With this end alone, every field with a carriage return or a line feed in it is quoted.
+        writer = csv.writer(file, delimiter=delimiter, lineterminator="\r\n")
+        if names:
+            writer.writerow(names)
+        writer.writerows([_cell(row.get(name)) for name in names] for row in rows())
+
+
+def _cell(value: Any) -> str:
+    """A text as it is, nothing for null, JSON for everything else."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json_bytes(value).decode()
+
+
+# ── Parquet ───────────────────────────────────────────────────────────────────────────────────
+
+# Column -> its type of pyarrow; None: its values have no type in common, and are written as JSON.
+_Types = dict[str, Any]
+
+
+class _Spoiled(Exception):
+    """A value does not fit the type of its column."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _write_parquet(path: Path, rows: Rows) -> None:
+    types = _types(rows)
+    while True:
+        try:
+            return _write_typed(path, rows, types)
+        except _Spoiled as spoiled:  # a large integer among floats, for example; rare, so begin anew
+            types[spoiled.name] = None
+
+
+def _write_typed(path: Path, rows: Rows, types: _Types) -> None:
+    pyarrow = _pyarrow()
+    fields = [(name, pyarrow.string() if type is None else type) for name, type in types.items()]
+    schema = pyarrow.schema(fields)
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for chunk in _chunks(rows(), _ROWS_IN_GROUP):
+            columns = []
+            for name, type in types.items():
+                try:
+                    columns.append(_column(pyarrow, chunk, name, type))
+                except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):
+                    raise _Spoiled(name) from None
+            writer.write_table(pyarrow.table(columns, schema=schema))
+
+
+def _types(rows: Rows) -> _Types:
+    """The type that the values of each column have in common."""
+    pyarrow = _pyarrow()
+    types: _Types = {}
+    for chunk in _chunks(rows(), _ROWS_AT_ONCE):
+        for name in dict.fromkeys(name for row in chunk for name in row):
+            values = [row.get(name) for row in chunk]
+            types[name] = _common_type(pyarrow, types.get(name, pyarrow.null()), values)
+    return {name: _storable(pyarrow, type) for name, type in types.items()}
+
+
+def _common_type(pyarrow: Any, known: Any, values: list[Any]) -> Any:
+    """The type that holds both what has the known type and the values; None if there is none."""
+    if known is None:
+        return None
+    try:
+        found = pyarrow.array(values).type
+        schemas = [pyarrow.schema([("value", type)]) for type in (known, found)]
+        return pyarrow.unify_schemas(schemas, promote_options="permissive").field("value").type
+    except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):
+        return None
+
+
+def _storable(pyarrow: Any, type: Any) -> Any:
+    """The type, or None where Parquet has nothing for it: objects without any key."""
+    if type is None:
+        return None
+    empty = pyarrow.table({"value": pyarrow.array([], type)})
+    try:
+        pyarrow.parquet.write_table(empty, pyarrow.BufferOutputStream())
+    except pyarrow.ArrowException:
+        return None
+    return type
+
+
+def _column(pyarrow: Any, chunk: list[Row], name: str, type: Any) -> Any:
+    values = [row.get(name) for row in chunk]
+    if type is not None:
+        return pyarrow.array(values, type)
+    texts = [None if value is None else json_bytes(value).decode() for value in values]
+    return pyarrow.array(texts, pyarrow.string())
+
+
+def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    rows = iter(rows)
+    while chunk := list(islice(rows, size)):
+        yield chunk
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InvalidArgument(
+            "Parquet is written with pyarrow, which is not installed: pip install 'tokenmill[parquet]'"
+        ) from None
+    return pyarrow
