@@ -32,8 +32,8 @@ def counted(path: Path) -> int | None:
         ("a.jsonl", LINES),
         ("empty.jsonl", b""),
         ("blank.jsonl", b"\n\n \n"),
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("cut.jsonl.gz", gzip.compress(LINES * 1000)[:-20]),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("cut.jsonl.gz", gzip.compress(LINES * 1000, mtime=0)[:-20]),
         ("a.csv", b'prompt,x\n"two\nlines",1\nb,2\n\nc,3\n'),
     ],
 )
