@@ -33,6 +33,5 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
 
 def look_at_device(engine: Engine, figures: Figures) -> None:
     """Tell the figures how long the device was idle; nothing where the engine cannot tell."""
-    for state in engine.get_server_info()["internal_states"]:
-        if (seconds := state["device_seconds"]) is not None:
-            figures.watched(idle_seconds=seconds["idle"], busy_seconds=seconds["busy"])
+    if (seconds := engine.open_rows().device_seconds()) is not None:
+        figures.watched(idle_seconds=seconds["idle"], busy_seconds=seconds["busy"])

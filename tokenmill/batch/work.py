@@ -25,6 +25,7 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.failures import failed_result
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.iteration import Entry, Finished, RowRunner
+from tokenmill.frontend.turns import Turns
 
 # Records that are read together: enough to tokenize them in one go.
 _ROWS_AT_ONCE = 256
@@ -69,6 +70,7 @@ class Work:
         self._commits = commits
         self._params = params
         self._options = options
+        self._turns = Turns()
         self._flying: dict[int, OpenRow] = {}
         self._num_held = 0
         self._held_bytes = 0
@@ -86,6 +88,7 @@ class Work:
                         self._figures.duplicate(1)
                     self._let_go(complete)
                 self._commits.check()
+                self._turns.give_way()
         assert not self._num_held, "a row waits for a sample that nobody computes"
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────
@@ -93,7 +96,11 @@ class Work:
     def _entries(self) -> Iterator[list[Entry]]:
         """What must be run, as it is read; rows that are known already get their lines meanwhile."""
         for weighed in _batches(self._source):
-            entries = [entry for each in self._read(weighed) if (entry := self._enter(*each)) is not None]
+            entries = []
+            for each in self._read(weighed):
+                if (entry := self._enter(*each)) is not None:
+                    entries.append(entry)
+                self._turns.give_way()
             if entries:
                 yield entries
             while self._num_held > _MOST_HELD_ROWS or self._held_bytes > _MOST_HELD_BYTES:

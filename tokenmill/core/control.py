@@ -58,6 +58,7 @@ class Control:
             "state": self._state,
             "memory": lambda: runner.call("memory"),
             "check": scheduler.check_invariants,
+            "device_seconds": self._device_seconds,
             "freeze_gc": _freeze_gc,
             "pause_generation": self._pause,
             "continue_generation": self._continue,
@@ -109,13 +110,17 @@ class Control:
             **self._load(),
             **self._runner.call("memory"),
             "last_gen_throughput": self._steps.tokens_per_second,
-            # Where steps run inside of `launch`, nobody is left to tell when there is none.
-            "device_seconds": self._watch.seconds() if self._runner.facts.device == "cuda" else None,
+            "device_seconds": self._device_seconds(),
             "used_tokens": self._cache.num_used_pages * self._cache.page_size,
             "cached_tokens": self._cache.num_cached_pages * self._cache.page_size,
             "paused": self._paused,
             "released": sorted(self._released),
         }
+
+    def _device_seconds(self) -> dict[str, float] | None:
+        """How long the device was busy, and idle; None where nobody can tell."""
+        # Where steps run inside of `launch`, nobody is left to tell when there is none.
+        return self._watch.seconds() if self._runner.facts.device == "cuda" else None
 
     # ── pauses ────────────────────────────────────────────────────────────────────────────────
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, RowError
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, RowError
 from tokenmill.frontend.calls import Call, Mailbox, Wake
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.failures import failed_result, row_error
@@ -76,6 +76,14 @@ class RowRunner:
     def facts(self) -> EngineFacts:
         """What the core found out at start."""
         return self._client.facts
+
+    def device_seconds(self) -> dict[str, float] | None:
+        """How long the device was `busy`, and `idle` although requests were there; None if none can tell."""
+        try:
+            seconds: dict[str, float] | None = self._client.call_core("device_seconds")
+        except (EngineClosed, EngineDead):
+            return None
+        return seconds
 
     @property
     def window(self) -> int:

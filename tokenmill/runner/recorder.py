@@ -79,13 +79,16 @@ class Recorder:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._used = False
+        self._num_bytes: int | None = 0  # None: not known since the last capture
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the graphs hold."""
-        segments = torch.cuda.memory_snapshot()
-        mine = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._memory)]
-        return sum(segment["total_size"] for segment in mine)
+        if self._num_bytes is None:  # looking at all memory takes a tenth of a second
+            segments = torch.cuda.memory_snapshot()
+            mine = [each for each in segments if tuple(each["segment_pool_id"]) == tuple(self._memory)]
+            self._num_bytes = sum(segment["total_size"] for segment in mine)
+        return self._num_bytes
 
     def record(self, step: Callable[[], _Made], title: str) -> Graph[_Made]:
         """Capture `step`, which returns the tensors it makes and may run on nobody's rows meanwhile.
@@ -93,6 +96,7 @@ class Recorder:
         Raises torch.OutOfMemoryError if there is no memory for the graph.
         """
         began = time.perf_counter()
+        self._num_bytes = None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             if not self._used:  # cuBLAS takes its workspace for this stream
