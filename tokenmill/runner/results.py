@@ -17,9 +17,12 @@ from tokenmill.sampling.logprobs import TokenLogprobs
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 
-_NOT_A_NUMBER = Failure("the model computed logits that are not numbers (NaN), so no token can be drawn")
+_NOT_A_NUMBER = Failure(
+    "some logits are not numbers (NaN), so no token can be drawn: the model, or a custom_logit_processor, "
+    "computed them so"
+)
 _NOTHING_ALLOWED = Failure(
-    "every logit is -inf, so no token can be drawn: the model, a bias or a logit processor forbids them all"
+    "every logit is -inf, so no token can be drawn: the model, a bias or a custom_logit_processor forbids them all"
 )
 
 
