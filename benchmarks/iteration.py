@@ -40,6 +40,7 @@ class StandIn:
         self, facts: EngineFacts, deliver: Callable[[Sequence[Output]], None], state: dict[str, Any]
     ) -> None:
         self.facts = facts
+        self.is_busy = False
         self._state = state
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Sequence[Request] | None] = queue.SimpleQueue()

@@ -25,7 +25,6 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.failures import failed_result
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.iteration import Entry, Finished, RowRunner
-from tokenmill.frontend.turns import Turns
 
 # Records that are read together: enough to tokenize them in one go.
 _ROWS_AT_ONCE = 256
@@ -34,6 +33,7 @@ _BYTES_AT_ONCE = 4 * 2**20
 _MOST_HELD_ROWS = 20_000
 _MOST_HELD_BYTES = 256 * 2**20
 _PAUSE_SECONDS = 0.005
+_HEAD_START_SECONDS = 0.5
 
 _Weighed = tuple[Record, int]  # with about how many bytes it holds
 
@@ -70,7 +70,7 @@ class Work:
         self._commits = commits
         self._params = params
         self._options = options
-        self._turns = Turns()
+        self._turns = runner.turns()
         self._flying: dict[int, OpenRow] = {}
         self._num_held = 0
         self._held_bytes = 0
@@ -78,7 +78,9 @@ class Work:
 
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
-        finished = cast(Generator[Finished], self._runner.run(self._entries()))
+        finished = cast(
+            Generator[Finished], self._runner.run(self._entries(), head_start_seconds=_HEAD_START_SECONDS)
+        )
         with contextlib.closing(finished):
             for entry, results in finished:
                 row = self._flying.pop(entry.index)

@@ -13,7 +13,7 @@ from tokenmill import runner
 from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.core.restart import LastingCore
-from tokenmill.core.watchdog import Watchdog
+from tokenmill.core.watchdog import Pulse, Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
 from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
 
@@ -47,6 +47,8 @@ class CoreThread:
         self._ended: BaseException | None = None  # why no more messages are taken
         self._calls: set[Future[Any]] = set()
         self._has_stalled = False
+        self._pulse = Pulse()
+        self._feeds_device = False
         self._left = threading.Event()  # the thread has ended, or it stalled and nobody waits for it
         started: Future[EngineFacts] = Future()
         self._thread = threading.Thread(
@@ -58,6 +60,12 @@ class CoreThread:
         except BaseException:  # also Ctrl-C: then the thread ends as soon as it has loaded
             self._inbox.put(Close())
             raise
+
+    @property
+    def is_busy(self) -> bool:
+        """See `Core`. On a CPU a step computes inside of its launch, and nothing waits."""
+        pulse = self._pulse
+        return self._feeds_device and not (pulse.is_resting or pulse.awaits_step)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""
@@ -123,6 +131,7 @@ class CoreThread:
         try:
             mill = open_mill()
             loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver)
+            self._pulse, self._feeds_device = loop.pulse, mill.facts.device != "cpu"
         except BaseException as error:
             self._left.set()
             started.set_exception(error)

@@ -149,7 +149,11 @@ class Loop:
 
     def _collect(self) -> None:
         """Take in the oldest step."""
-        result = self._runner.collect()
+        self.pulse.awaits_step = True
+        try:
+            result = self._runner.collect()
+        finally:
+            self.pulse.awaits_step = False
         self.pulse.num_steps += 1
         scheduler = self._scheduler
         self._watch.note(has_steps=scheduler.num_in_flight > 1, has_requests=True)

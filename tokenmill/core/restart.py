@@ -98,6 +98,11 @@ class LastingCore:
 
     # ── from the frontend ─────────────────────────────────────────────────────────────────────
 
+    @property
+    def is_busy(self) -> bool:
+        """See `Core`: it has an interpreter of its own."""
+        return False
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; while the process is replaced they wait.
 

@@ -29,6 +29,7 @@ class Pulse:
         self.num_steps = 0  # taken in
         # Whether it does nothing that a step could be expected of: it sleeps, or answers a call.
         self.is_resting = True
+        self.awaits_step = False  # whether it waits for the result of a step
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:

@@ -81,6 +81,10 @@ class Client:
         """What the core found out at start."""
         return self._core.facts
 
+    def is_core_busy(self) -> bool:
+        """Whether a device waits for the core's thread, which needs the interpreter."""
+        return self._core.is_busy
+
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
     def prepare(self, job: Job, *, stream: bool, mail: Mailbox | None = None) -> Call:

@@ -74,7 +74,7 @@ class ItemReader:
         self._lint = lint
 
     def read(
-        self, items: Sequence[Any], *, sampling_params: Any, options: Mapping[str, Any] | None
+        self, items: Sequence[Any], *, sampling_params: Any, options: Mapping[str, Any] | None, turns: Turns
     ) -> list[Job | RowError]:
         """The requests of each item, or why it has none.
 
@@ -82,7 +82,6 @@ class ItemReader:
         what an item says itself goes before them, name by name. Raises `InvalidArgument` for these two only.
         """
         common = self._common(sampling_params, options or {})
-        turns = Turns()
         read = [_guarded(turns, self._draft, item, common) for item in items]
         texts = [each for each in read if isinstance(each, _Draft) and each.text is not None]
         plain = [draft for draft in texts if draft.place == "prompt"]

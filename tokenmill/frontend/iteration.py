@@ -77,6 +77,10 @@ class RowRunner:
         """What the core found out at start."""
         return self._client.facts
 
+    def turns(self) -> Turns:
+        """For work on rows while others run: with whom it takes turns."""
+        return Turns(self._client.is_core_busy)
+
     def device_seconds(self) -> dict[str, float] | None:
         """How long the device was `busy`, and `idle` although requests were there; None if none can tell."""
         try:
@@ -111,7 +115,9 @@ class RowRunner:
         `error`; raises `InvalidArgument` for faults of what holds for all.
         """
         with uncollected():
-            read = self._reader.read(items, sampling_params=sampling_params, options=options)
+            read = self._reader.read(
+                items, sampling_params=sampling_params, options=options, turns=self.turns()
+            )
         return [
             Entry(first_index + place, None, each, _rid(items[place]))
             if isinstance(each, dict)
@@ -120,17 +126,25 @@ class RowRunner:
         ]
 
     def run(
-        self, entries: Iterable[Sequence[Entry]], *, order: Order = "completion", window: int | None = None
+        self,
+        entries: Iterable[Sequence[Entry]],
+        *,
+        order: Order = "completion",
+        window: int | None = None,
+        head_start_seconds: float = 0.0,
     ) -> Iterator[Finished]:
         """Run rows and give each with its results, one for each sample, as they finish or in input order.
 
         At most `window` rows (default: `self.window`) are read and not yet handed out: the next sequence is
-        pulled from `entries` when the longest so far would fit. Every result has the key `error`; a failed
-        row ends no other. An exception of `entries` is raised after the results of what came before it.
-        Closing the iterator, or letting go of it, cancels what has not finished. Raises `EngineDead`,
-        `EngineClosed`, and `WrongState` while memory is released.
+        pulled from `entries` when the longest so far would fit. With `head_start_seconds` nothing runs until
+        so much time has gone or the window is full, so that rows begin side by side. Every result has the
+        key `error`; a failed row ends no other. An exception of `entries` is raised after the results of what
+        came before it. Closing the iterator, or letting go of it, cancels what has not finished. Raises
+        `EngineDead`, `EngineClosed`, and `WrongState` while memory is released.
         """
-        return self.open_flow(order=order, window=window).run(iter(entries))
+        return self.open_flow(order=order, window=window).run(
+            iter(entries), head_start_seconds=head_start_seconds
+        )
 
     def open_flow(self, *, order: Any, window: Any) -> Flow:
         """An empty flow of rows. Raises `InvalidArgument`."""
@@ -181,7 +195,7 @@ class Flow:
         self._owner = owner
         self._closed = False
         self._mail = Mailbox()
-        self._turns = Turns()
+        self._turns = Turns(client.is_core_busy)
         self._running: dict[Call, Slot] = {}
         self._finished: deque[tuple[Call, Slot]] = deque()  # whose results are not made yet
         self._slots: deque[Slot] = deque()  # in the order in which they are handed out
@@ -196,13 +210,17 @@ class Flow:
         """Whether `pop` has something to do."""
         return bool(self._finished) or self._is_head_ready
 
-    def run(self, entries: Iterator[Sequence[Entry]]) -> Iterator[Finished]:
+    def run(
+        self, entries: Iterator[Sequence[Entry]], *, head_start_seconds: float = 0.0
+    ) -> Iterator[Finished]:
         """Hand rows out as they get ready, waiting for them, and add more whenever there is room."""
         woken = threading.Event()
         failure: Exception | None = None
         is_open = True
         rest = 0.0  # no reading until then while results are ready: a slow source must not hold them up
         with contextlib.closing(self):
+            if head_start_seconds:
+                is_open, failure = self._add_first(entries, head_start_seconds)
             while is_open or self.num_held:
                 began = time.perf_counter()
                 if is_open and self.has_room and (began >= rest or not self.has_ready):
@@ -219,16 +237,36 @@ class Flow:
         if failure is not None:
             raise failure
 
+    def _add_first(self, entries: Iterator[Sequence[Entry]], seconds: float) -> tuple[bool, Exception | None]:
+        """Start the first rows together, those that come within so long and fit; whether there may be more.
+
+        Rows that begin one after the other end so, too, and steps in which others take their places are slow.
+        """
+        due = time.perf_counter() + seconds
+        prepared: list[Prepared] = []
+        some: Sequence[Entry] | None = ()
+        failure: Exception | None = None
+        while some is not None and len(prepared) + self.chunk <= self.window and time.perf_counter() < due:
+            try:
+                some = next(entries, None)
+            except Exception as error:  # of the source; what came before it goes first
+                some, failure = None, error
+            prepared += self.prepare(some or ())
+            self.chunk = max(self.chunk, len(some or ()))
+        self.start(prepared)
+        return some is not None, failure
+
     def _add_next(self, entries: Iterator[Sequence[Entry]]) -> bool:
         """Start the next rows; False if there are no more."""
         some = next(entries, None)
         if some is not None:
+            self.chunk = max(self.chunk, len(some))
             self.start(self.prepare(some))
         return some is not None
 
     def prepare(self, entries: Sequence[Entry]) -> list[Prepared]:
         """Rows that are ready to be started; may run in any thread."""
-        turns = Turns()
+        turns = Turns(self._client.is_core_busy)
         prepared = []
         with uncollected():
             for entry in entries:
@@ -240,7 +278,6 @@ class Flow:
         """Start rows. Raises `EngineDead`, `EngineClosed`, or `WrongState`, and then has none of them."""
         if self._closed:
             return
-        self.chunk = max(self.chunk, len(prepared))
         calls = {call: slot for slot, call in prepared if isinstance(call, Call)}
         self._running |= calls  # first of all, so that `close` cancels what is started
         try:

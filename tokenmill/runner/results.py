@@ -22,7 +22,8 @@ _NOT_A_NUMBER = Failure(
     "computed them so"
 )
 _NOTHING_ALLOWED = Failure(
-    "every logit is -inf, so no token can be drawn: the model, a bias or a custom_logit_processor forbids them all"
+    "every logit is -inf, so no token can be drawn: the model, a bias or a custom_logit_processor forbids "
+    "them all"
 )
 
 
