@@ -33,7 +33,6 @@ _BYTES_AT_ONCE = 4 * 2**20
 _MOST_HELD_ROWS = 20_000
 _MOST_HELD_BYTES = 256 * 2**20
 _PAUSE_SECONDS = 0.005
-_HEAD_START_SECONDS = 0.5
 
 _Weighed = tuple[Record, int]  # with about how many bytes it holds
 
@@ -78,9 +77,7 @@ class Work:
 
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
-        finished = cast(
-            Generator[Finished], self._runner.run(self._entries(), head_start_seconds=_HEAD_START_SECONDS)
-        )
+        finished = cast(Generator[Finished], self._runner.run(self._entries(), fills_up_first=True))
         with contextlib.closing(finished):
             for entry, results in finished:
                 row = self._flying.pop(entry.index)

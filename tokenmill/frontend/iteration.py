@@ -35,6 +35,8 @@ _WINDOW_FACTOR = 4
 _SMALLEST_WINDOW = 1024
 _LARGEST_WINDOW = 16_384
 MAX_WINDOW = 2**20
+# How long the first rows may take to come where they begin together.
+_LONGEST_FILLING_SECONDS = 0.5
 # Rows whose results are made together: their texts in one go, and no longer than a turn takes.
 _RESULTS_AT_ONCE = 16
 
@@ -131,20 +133,18 @@ class RowRunner:
         *,
         order: Order = "completion",
         window: int | None = None,
-        head_start_seconds: float = 0.0,
+        fills_up_first: bool = False,
     ) -> Iterator[Finished]:
         """Run rows and give each with its results, one for each sample, as they finish or in input order.
 
         At most `window` rows (default: `self.window`) are read and not yet handed out: the next sequence is
-        pulled from `entries` when the longest so far would fit. With `head_start_seconds` nothing runs until
-        so much time has gone or the window is full, so that rows begin side by side. Every result has the
-        key `error`; a failed row ends no other. An exception of `entries` is raised after the results of what
-        came before it. Closing the iterator, or letting go of it, cancels what has not finished. Raises
-        `EngineDead`, `EngineClosed`, and `WrongState` while memory is released.
+        pulled from `entries` when the longest so far would fit. With `fills_up_first` nothing runs until as
+        many rows are there as run at once, or half a second has gone. Every result has the key `error`; a
+        failed row ends no other. An exception of `entries` is raised after the results of what came before
+        it. Closing the iterator, or letting go of it, cancels what has not finished. Raises `EngineDead`,
+        `EngineClosed`, and `WrongState` while memory is released.
         """
-        return self.open_flow(order=order, window=window).run(
-            iter(entries), head_start_seconds=head_start_seconds
-        )
+        return self.open_flow(order=order, window=window).run(iter(entries), fills_up_first=fills_up_first)
 
     def open_flow(self, *, order: Any, window: Any) -> Flow:
         """An empty flow of rows. Raises `InvalidArgument`."""
@@ -210,17 +210,15 @@ class Flow:
         """Whether `pop` has something to do."""
         return bool(self._finished) or self._is_head_ready
 
-    def run(
-        self, entries: Iterator[Sequence[Entry]], *, head_start_seconds: float = 0.0
-    ) -> Iterator[Finished]:
+    def run(self, entries: Iterator[Sequence[Entry]], *, fills_up_first: bool = False) -> Iterator[Finished]:
         """Hand rows out as they get ready, waiting for them, and add more whenever there is room."""
         woken = threading.Event()
         failure: Exception | None = None
         is_open = True
         rest = 0.0  # no reading until then while results are ready: a slow source must not hold them up
         with contextlib.closing(self):
-            if head_start_seconds:
-                is_open, failure = self._add_first(entries, head_start_seconds)
+            if fills_up_first:
+                is_open, failure = self._add_first(entries)
             while is_open or self.num_held:
                 began = time.perf_counter()
                 if is_open and self.has_room and (began >= rest or not self.has_ready):
@@ -237,16 +235,17 @@ class Flow:
         if failure is not None:
             raise failure
 
-    def _add_first(self, entries: Iterator[Sequence[Entry]], seconds: float) -> tuple[bool, Exception | None]:
-        """Start the first rows together, those that come within so long and fit; whether there may be more.
+    def _add_first(self, entries: Iterator[Sequence[Entry]]) -> tuple[bool, Exception | None]:
+        """Start the first rows together, as many as run at once; whether there may be more.
 
         Rows that begin one after the other end so, too, and steps in which others take their places are slow.
         """
-        due = time.perf_counter() + seconds
+        due = time.perf_counter() + _LONGEST_FILLING_SECONDS
+        most = min(self.window, self._client.facts.max_running_requests)
         prepared: list[Prepared] = []
         some: Sequence[Entry] | None = ()
         failure: Exception | None = None
-        while some is not None and len(prepared) + self.chunk <= self.window and time.perf_counter() < due:
+        while some is not None and len(prepared) + self.chunk <= most and time.perf_counter() < due:
             try:
                 some = next(entries, None)
             except Exception as error:  # of the source; what came before it goes first
