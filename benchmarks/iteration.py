@@ -54,10 +54,12 @@ class StandIn:
         """All has ended already."""
 
     def call(self, name: str, **arguments: Any) -> Any:
-        if name == "state":
-            return self._state
-        assert name == "flush_cache"
-        return True, "there is no cache"
+        answers = {
+            "state": self._state,
+            "device_seconds": None,
+            "flush_cache": (True, "there is no cache"),
+        }
+        return answers[name]
 
     def close(self) -> None:
         self._inbox.put(None)
