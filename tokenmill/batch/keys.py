@@ -102,7 +102,7 @@ class Keys:
         known, text = self._known
         if known is None or not _asks_the_same(known, request):
             text = _settings_text(request).encode(errors="surrogatepass")
-            self._known = (request, text)
+        self._known = (request, text)  # rows that are read together share their parameters
         return text
 
 
