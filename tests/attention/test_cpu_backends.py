@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -160,3 +161,23 @@ def test_a_key_that_is_not_a_number_shows(name: str, ragged: SimpleNamespace) ->
     out = answer(name, step, spec, 16)
     assert out[0, :2].isnan().all()  # the query heads of the poisoned key head
     torch.testing.assert_close(out[1].double(), step.expected[1], atol=1e-5, rtol=1e-5)
+
+
+@needs_native
+def test_a_short_prompt_is_answered_alike_in_one_piece_and_in_two(ragged: SimpleNamespace) -> None:
+    """Bit for bit, in 16 bits: its answer must not depend on what was in the cache."""
+    spec = AttentionSpec(6, 2, 64, scale=0.125)
+    step = ragged.ragged_step(spec, [(200, 200)], page_size=16, dtype=torch.bfloat16, seed=3)
+    backend = make("native", [spec], [step], 16)
+    backend.plan(step.layout)
+    whole = backend.run(step.q, step.k, step.v, 0)
+    for start in (1, 90, 199):
+        rest = dataclasses.replace(
+            step.layout,
+            positions_T=step.layout.positions_T[start:],
+            slot_mapping_T=(step.layout.slot_mapping_T[0][start:],),
+            query_starts=torch.tensor([0, 200 - start], dtype=torch.int32),
+            host_query_lengths=[200 - start],
+        )
+        backend.plan(rest)
+        assert torch.equal(backend.run(step.q[start:], step.k[start:], step.v[start:], 0), whole[start:])

@@ -111,3 +111,21 @@ def test_parts_are_views_one_below_the_other() -> None:
         ("k", "weight"),
         ("v", "weight"),
     ]
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 in oneDNN here")
+def test_a_row_is_the_same_beside_any_others() -> None:
+    """Bit for bit; the numbers differ so much in size that any other order of the sum would show."""
+    plain = Linear(1024, 384, bias=False, dtype=torch.bfloat16)
+    random = torch.Generator().manual_seed(5)
+
+    def wild(*shape: int) -> torch.Tensor:
+        sizes = torch.randint(-6, 7, shape, generator=random)
+        return (torch.randn(shape, generator=random) * torch.exp2(sizes.float())).bfloat16()
+
+    plain.weight.copy_(wild(384, 1024))
+    packed = PackedLinear(plain)
+    rows = wild(200, 1024)
+    together = packed(rows)
+    for start, stop in ((0, 1), (3, 18), (7, 43), (64, 128), (30, 130)):
+        assert torch.equal(packed(rows[start:stop]), together[start:stop]), (start, stop)
