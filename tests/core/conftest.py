@@ -14,10 +14,34 @@ from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.kvcache import Cache
-from tokenmill.messages import Finish, Output, Request, StepPlan, StepResult
+from tokenmill.messages import EngineFacts, Finish, Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
 
 VOCABULARY = 5  # small, so that different requests come to share prefixes
+
+# Of a core whose runner is a fake.
+FACTS = EngineFacts(
+    architecture="Fake",
+    device="cpu",
+    device_name="none",
+    dtype="float32",
+    attention_backend="none",
+    vocab_size=1000,
+    hidden_size=1,
+    num_layers=1,
+    num_parameters=0,
+    context_length=128,
+    max_sequence_tokens=128,
+    max_total_num_tokens=256,
+    page_size=4,
+    max_running_requests=8,
+    max_step_tokens=32,
+    steps_in_flight=2,
+    eos_token_ids=(),
+    weight_bytes=0,
+    cache_bytes=0,
+    load_seconds=0.0,
+)
 
 
 def fold(chain: int, token: int) -> int:

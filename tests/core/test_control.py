@@ -13,37 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.core.conftest import FACTS
 from tokenmill.config import EngineConfig
 from tokenmill.core.launch import CoreThread
 from tokenmill.core.priority import Priorities
 from tokenmill.errors import InvalidArgument, WrongState
-from tokenmill.messages import EngineFacts, Output, Request, StepPlan, StepResult
+from tokenmill.messages import Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.unit
-
-FACTS = EngineFacts(
-    architecture="Fake",
-    device="cpu",
-    device_name="none",
-    dtype="float32",
-    attention_backend="none",
-    vocab_size=1000,
-    hidden_size=1,
-    num_layers=1,
-    num_parameters=0,
-    context_length=128,
-    max_sequence_tokens=128,
-    max_total_num_tokens=256,
-    page_size=4,
-    max_running_requests=8,
-    max_step_tokens=32,
-    steps_in_flight=2,
-    eos_token_ids=(),
-    weight_bytes=0,
-    cache_bytes=0,
-    load_seconds=0.0,
-)
 
 
 class VersionedMill:

@@ -11,35 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.core.conftest import FACTS
 from tokenmill.config import EngineConfig
 from tokenmill.core.process import CoreLost
 from tokenmill.core.restart import LastingCore
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, WrongState
 from tokenmill.messages import EngineFacts, Finish, Output, Request
 from tokenmill.sampling_params import SamplingParams
-
-FACTS = EngineFacts(
-    architecture="Fake",
-    device="cpu",
-    device_name="none",
-    dtype="float32",
-    attention_backend="none",
-    vocab_size=10,
-    hidden_size=1,
-    num_layers=1,
-    num_parameters=0,
-    context_length=128,
-    max_sequence_tokens=128,
-    max_total_num_tokens=256,
-    page_size=4,
-    max_running_requests=8,
-    max_step_tokens=32,
-    steps_in_flight=2,
-    eos_token_ids=(),
-    weight_bytes=0,
-    cache_bytes=0,
-    load_seconds=0.0,
-)
 
 
 class FakeProcess:
