@@ -78,4 +78,5 @@ def test_nothing_is_left_of_many_engines(count: int, arguments: str) -> None:
         assert after[what] <= before[what], what
     assert (after["children"], after["threads"]) == (0, 1)
     assert after["objects"] - before["objects"] < 10 * count
-    assert after["megabytes"] - before["megabytes"] < count
+    # An engine of the bundled model holds 30 and more; the allocator keeps a few, whatever the count.
+    assert after["megabytes"] - before["megabytes"] < 8 + count
