@@ -267,7 +267,14 @@ def test_the_first_error_is_raised_on_demand(engine: sgl.Engine, cores: list[Any
     with pytest.raises(sgl.InvalidArgument, match="item 1: the prompt of an item must be a string"):
         list(engine.iter(items, endless, on_error="raise"))
     wait_until(lambda: is_clean(engine, cores[0]))
-    threading.Timer(0.05, lambda: engine.abort("mine")).start()
+
+    def abort_once_it_runs() -> None:
+        wait_until(lambda: cores[0].num_running == 1)
+        engine.abort("mine")
+        cores[0].gate.set()
+
+    cores[0].gate.clear()
+    threading.Thread(target=abort_once_it_runs).start()
     aborted = engine.iter([{"prompt": "a", "rid": "mine"}], endless, on_error="raise")
     assert next(aborted)["error"]["type"] == "aborted"  # what was there is an answer, as for generate
     with pytest.raises(sgl.InvalidArgument, match="item 1"):
