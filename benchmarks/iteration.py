@@ -25,7 +25,7 @@ from typing import Any
 
 import tokenmill as sgl
 from tokenmill.core import launch
-from tokenmill.messages import EngineFacts, Finish, Output, Request
+from tokenmill.messages import EngineFacts, Finish, Need, Output, Request
 
 _ROWS_IN_A_STEP = 64
 _CACHE_TOKENS = 16_384
@@ -40,7 +40,7 @@ class StandIn:
         self, facts: EngineFacts, deliver: Callable[[Sequence[Output]], None], state: dict[str, Any]
     ) -> None:
         self.facts = facts
-        self.is_busy = False
+        self.need: Need = "none"
         self._state = state
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Sequence[Request] | None] = queue.SimpleQueue()

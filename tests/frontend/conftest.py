@@ -72,7 +72,7 @@ class EchoCore:
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
         self.closed = False
-        self.is_busy = False
+        self.need = "none"
         self.gate = gate
         self._deliver = deliver
         self._died = died

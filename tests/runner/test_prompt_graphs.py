@@ -152,6 +152,24 @@ def test_a_shape_gets_a_graph_when_it_has_come_often(
         assert graphs_on_the_cpu.replayed == 2
 
 
+def test_a_larger_graph_serves_until_a_shape_has_its_own(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
+    folder, (prompt, *_) = make_model("llama", num_hidden_layers=2), prompts()
+    greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    with sgl.Engine(
+        model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
+    ) as engine:
+        for length, captured, replayed in [(20, 0, 0), (19, 1, 1), (5, 1, 2), (6, 2, 3)]:
+            result = engine.generate(input_ids=prompt[:length], sampling_params=greedy)
+            assert result["output_ids"] == transformers_greedy(folder, prompt[:length], 2)
+            assert (graphs_on_the_cpu.captured, graphs_on_the_cpu.replayed) == (captured, replayed)
+
+
 def test_only_so_many_shapes_get_a_graph(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
@@ -188,6 +206,6 @@ def test_all_that_is_left_over_is_a_prompt_of_the_spare_row() -> None:
     assert tokens_T[2].tolist() == [-1, *range(30, 38)] + [0] * 7  # ids
     assert rows_R[0].tolist() == [5] + [99] * 7 + [3, 4, 99, 99]
     assert rows_R[1].tolist() == [8] + [1] * 7 + [6, 22, 7, 1]  # lengths
-    assert rows_R[2].tolist() == [0] * 8 + [6, 8, 0, 0]  # the tokens that draw
+    assert rows_R[2].tolist() == [0] * 8 + [6, 8, 15, 15]  # the tokens that draw
     assert rows_R[3].tolist() == [5] + [99] * 7 + [99, 4, 99, 99]  # who gets what they draw
     assert starts_P.tolist() == [1, 7, 9, 16, 16]

@@ -111,7 +111,7 @@ def seeded(requests: Sequence[Request], key: RowKey) -> tuple[Request, ...]:
     if requests[0].seed == key.seed:  # as it was written
         return tuple(requests)
     return tuple(
-        dataclasses.replace(request, seed=sample_seed(key.seed, number))
+        request.copy(id=request.id, seed=sample_seed(key.seed, number))
         for number, request in enumerate(requests)
     )
 

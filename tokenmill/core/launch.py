@@ -15,7 +15,7 @@ from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.core.restart import LastingCore
 from tokenmill.core.watchdog import Pulse, Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
-from tokenmill.messages import Core, DeathSink, EngineFacts, Request, Runner, Sink
+from tokenmill.messages import Core, DeathSink, EngineFacts, Need, Request, Runner, Sink
 
 _log = logging.getLogger("tokenmill")
 
@@ -62,10 +62,12 @@ class CoreThread:
             raise
 
     @property
-    def is_busy(self) -> bool:
-        """See `Core`. On a CPU a step computes inside of its launch, and nothing waits."""
+    def need(self) -> Need:
+        """See `Core`. On a CPU a step computes inside of its launch, and no device waits."""
         pulse = self._pulse
-        return self._feeds_device and not (pulse.is_resting or pulse.awaits_step)
+        if pulse.is_resting:
+            return "none"
+        return "now" if self._feeds_device and not pulse.awaits_step else "soon"
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""

@@ -18,7 +18,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core.process import CoreLost, CoreProcess
 from tokenmill.core.replay import Replay
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead, told
-from tokenmill.messages import DeathSink, EngineFacts, Output, Request, Sink
+from tokenmill.messages import DeathSink, EngineFacts, Need, Output, Request, Sink
 
 _log = logging.getLogger("tokenmill")
 
@@ -99,9 +99,9 @@ class LastingCore:
     # ── from the frontend ─────────────────────────────────────────────────────────────────────
 
     @property
-    def is_busy(self) -> bool:
+    def need(self) -> Need:
         """See `Core`: it has an interpreter of its own."""
-        return False
+        return "none"
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; while the process is replaced they wait.

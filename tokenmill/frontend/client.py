@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import queue
 import threading
@@ -34,7 +33,7 @@ from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
-from tokenmill.messages import Core, EngineFacts, Finish, Output, Request
+from tokenmill.messages import Core, EngineFacts, Finish, Need, Output, Request
 from tokenmill.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -81,9 +80,9 @@ class Client:
         """What the core found out at start."""
         return self._core.facts
 
-    def is_core_busy(self) -> bool:
-        """Whether a device waits for the core's thread, which needs the interpreter."""
-        return self._core.is_busy
+    def core_need(self) -> Need:
+        """How much the core's thread needs the interpreter."""
+        return self._core.need
 
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
@@ -95,9 +94,11 @@ class Client:
         faults = Faults(returned=job.returns_errors, found=job.errors)
         if self._config.core_process:
             self._check_crossing(job.requests, faults)
-        texts = faults.each(
-            "stop_regex", job.requests, lambda _, request: self._open_text(request, stream=stream), None
-        )
+        texts: list[TextStream | None] = [None] * len(job.requests)
+        if stream or any(request.params.stops_on_text for request in job.requests):
+            texts = faults.each(
+                "stop_regex", job.requests, lambda _, request: self._open_text(request, stream=stream), None
+            )
         shape = Shape(
             single=job.single,
             has_text=self._tokenizer is not None,
@@ -114,7 +115,7 @@ class Client:
         ]
         call = Call(
             rows,
-            [dataclasses.replace(row.request, id=row.name) for row in rows],
+            [row.request.copy(id=row.name, seed=row.request.seed) for row in rows],
             shape=shape,
             streams=stream,
             session=job.session,

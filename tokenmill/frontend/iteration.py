@@ -81,7 +81,7 @@ class RowRunner:
 
     def turns(self) -> Turns:
         """For work on rows while others run: with whom it takes turns."""
-        return Turns(self._client.is_core_busy)
+        return Turns(self._client.core_need)
 
     def device_seconds(self) -> dict[str, float] | None:
         """How long the device was `busy`, and `idle` although requests were there; None if none can tell."""
@@ -195,7 +195,7 @@ class Flow:
         self._owner = owner
         self._closed = False
         self._mail = Mailbox()
-        self._turns = Turns(client.is_core_busy)
+        self._turns = Turns(client.core_need)
         self._running: dict[Call, Slot] = {}
         self._finished: deque[tuple[Call, Slot]] = deque()  # whose results are not made yet
         self._slots: deque[Slot] = deque()  # in the order in which they are handed out
@@ -265,7 +265,7 @@ class Flow:
 
     def prepare(self, entries: Sequence[Entry]) -> list[Prepared]:
         """Rows that are ready to be started; may run in any thread."""
-        turns = Turns(self._client.is_core_busy)
+        turns = Turns(self._client.core_need)
         prepared = []
         with uncollected():
             for entry in entries:

@@ -7,31 +7,34 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 
+from tokenmill.messages import Need
+
 # Longest that a thread works on rows before the core's thread gets a turn; it would wait 5 ms for one.
 _TURN_SECONDS = 0.0002
 # While a device waits for that thread, this one sleeps so long and so often at most before its next turn.
 _NAP_SECONDS = 0.0002
-_MOST_NAPS = 8
+_MOST_NAPS = 16
 
 
 class Turns:
     """The turns of one piece of work."""
 
-    def __init__(self, is_core_busy: Callable[[], bool] | None = None) -> None:
-        """`is_core_busy` tells whether a device waits for the core's thread; None: nobody knows."""
-        self._is_core_busy = is_core_busy
+    def __init__(self, core_need: Callable[[], Need] = lambda: "soon") -> None:
+        """`core_need` tells how much the core's thread needs the interpreter."""
+        self._core_need = core_need
         self._due = time.perf_counter() + _TURN_SECONDS
 
     def give_way(self) -> None:
         """Called between two rows: lets go of the interpreter if it was held for long enough."""
         if time.perf_counter() > self._due:
-            time.sleep(0)
-            self._let_core_finish()
+            if self._core_need() != "none":
+                time.sleep(0)
+                self._let_core_finish()
             self._due = time.perf_counter() + _TURN_SECONDS
 
     def _let_core_finish(self) -> None:
         for _ in range(_MOST_NAPS):
-            if self._is_core_busy is None or not self._is_core_busy():
+            if self._core_need() != "now":
                 return
             time.sleep(_NAP_SECONDS)
 

@@ -32,11 +32,22 @@ _STEPS_BEFORE_CAPTURE = 3
 _MOST_GRAPHS = 64
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
 _LAUNCH_SECONDS = 0.025
-_TOKENS = (16, 32, 64, *range(96, 320, 32), *range(320, 1025, 64))
-_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_PROMPTS = (4, 16, 64)
-# Rows of which this much was computed before are worth another kernel.
+_TOKENS = (
+    16,
+    32,
+    64,
+    *range(96, 320, 32),
+    *range(320, 1024, 64),
+    *range(1024, 2048, 128),
+    *range(2048, 4097, 256),
+)
+_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_PROMPTS = (4, 16, 64, 256)
+# Rows of which this much was computed before are worth another kernel; many tokens are worth it anyway.
 _LONG_PREFIX = 4  # times the tokens of the step
+_MANY_TOKENS = 1024
+# Until a shape has a graph of its own, a larger one may serve: so much padding costs less than the launches.
+_PADDING_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,15 @@ class StepShape:
     @property
     def rows(self) -> int:
         return self.decodes + self.prompts
+
+    def holds(self, other: StepShape) -> bool:
+        """Whether its graph may run steps of the other shape."""
+        return (
+            (self.kind, self.long_prefixes) == (other.kind, other.long_prefixes)
+            and self.tokens >= other.tokens
+            and self.decodes >= other.decodes
+            and self.prompts >= other.prompts
+        )
 
     @property
     def num_inputs(self) -> int:
@@ -75,6 +95,7 @@ class PromptGraphs:
         self._rows = rows
         self._recorder = recorder
         self._most_tokens = min(_TOKENS[-1], int(_LAUNCH_SECONDS / row_seconds))
+        self._most_padding = int(_PADDING_SECONDS / row_seconds)
         self._most_rows = most_rows
         self._most_graphs = _MOST_GRAPHS
         self._steps: Counter[StepShape] = Counter()
@@ -87,9 +108,10 @@ class PromptGraphs:
         The rows must be up to date with the plan, page tables included. None: there is no graph for it (yet).
         """
         shape = self._shape(plan)
-        captured = None if shape is None else self._graph(shape)
-        if shape is None or captured is None:
+        shape = None if shape is None else self._captured_shape(shape)
+        if shape is None:
             return None
+        captured = self._graphs[shape]
         inputs = pack(plan, shape, spare_slot=self._rows.spare_slot)
         captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
@@ -105,22 +127,31 @@ class PromptGraphs:
             tokens=tokens,
             decodes=min(tokens, self._most_rows, at_least(_DECODES, plan.num_decodes)),
             prompts=at_least(_PROMPTS, num_prompts + 1),
-            long_prefixes=longest >= _LONG_PREFIX * tokens,
+            long_prefixes=tokens >= _MANY_TOKENS or longest >= _LONG_PREFIX * tokens,
             kind=step_kind(self._rows, plan),
         )
 
-    def _graph(self, shape: StepShape) -> _Captured | None:
+    def _captured_shape(self, shape: StepShape) -> StepShape | None:
+        """A shape that has a graph, with room for all of the given one, which may get its own now."""
         if shape not in self._graphs:
             self._steps[shape] += 1
-            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE or len(self._graphs) == self._most_graphs:
-                return None
+            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE or len(self._graphs) >= self._most_graphs:
+                return self._larger(shape)
             try:
                 self._graphs[shape] = self._capture(shape)
             except torch.OutOfMemoryError:
                 _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
                 self._most_graphs = len(self._graphs)
-                return None
-        return self._graphs[shape]
+                return self._larger(shape)
+        return shape
+
+    def _larger(self, shape: StepShape) -> StepShape | None:
+        """The smallest captured shape with room for another one, where that is not too much of it."""
+        fitting = (each for each in self._graphs if each.holds(shape))
+        best = min(fitting, key=lambda each: each.tokens + each.rows, default=None)
+        if best is None or best.tokens + best.rows - shape.tokens - shape.rows > self._most_padding:
+            return None
+        return best
 
     def _capture(self, shape: StepShape) -> _Captured:
         """Record the step on the spare row."""
@@ -160,6 +191,7 @@ def _spare_inputs(shape: StepShape, spare_slot: int) -> IntArray:
     rows_R[0] = rows_R[3] = spare_slot
     rows_R[1] = 1
     rows_R[1, shape.decodes] = shape.tokens
+    rows_R[2, shape.decodes :] = shape.tokens - 1  # of some prompt: one without tokens has no last one
     starts_P[1:] = shape.tokens
     return inputs
 
