@@ -125,7 +125,7 @@ def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path
         "dtype": "float32",
         "sampling_params": {"max_new_tokens": 16},
     }
-    undisturbed = jobs.run(output=calm, **job)
+    undisturbed = jobs.run(output=calm, **job)  # with a core in a process of its own, as jobs have it
     assert undisturbed["rows"]["done"] == NUM_ROWS
 
     journal = tmp_path / "out.jsonl.journal"
@@ -133,7 +133,8 @@ def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path
     num_kills = num_useful = 0
     while True:
         known, seen = keys_in(journal), check_output(output)
-        pid = jobs.start(output=output, **job)
+        # Mostly in a thread, whose start is quick enough for many moments.
+        pid = jobs.start(output=output, core_process=num_kills % 8 == 7, **job)
         if num_kills < NUM_KILLS:
             wait_for_the_moment(chance, journal)
             with contextlib.suppress(ProcessLookupError):  # it was done before
@@ -168,3 +169,26 @@ def wait_for_the_moment(chance: random.Random, journal: Path) -> None:
         ends = time.monotonic() + chance.uniform(0, 0.05)
     while time.monotonic() < ends:
         time.sleep(0.001)
+
+
+def test_a_job_goes_on_when_its_core_is_killed(tmp_path: Path, jobs: Jobs) -> None:
+    source, output, calm = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "calm.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(40)))
+    job = {
+        "source": source,
+        "model_path": "tiny",
+        "dtype": "float32",
+        "max_running_requests": 8,  # some wait while others finish
+        "sampling_params": {"max_new_tokens": 40, "ignore_eos": True},
+    }
+    jobs.run(output=calm, **job)
+    journal = tmp_path / "out.jsonl.journal"
+    pid = jobs.start(output=output, **job)
+    while len(keys_in(journal)) < 8:
+        time.sleep(0.001)
+    find = ["pgrep", "-P", str(pid), "-f", "tokenmill.core.process"]
+    [core] = subprocess.check_output(find).split()
+    os.kill(int(core), signal.SIGKILL)
+    assert jobs.wait() == 0
+    assert output.read_bytes() == calm.read_bytes()
+    assert jobs.summary()["rows"]["failed"] == 1  # it cannot be run

@@ -105,6 +105,32 @@ def test_replayed_steps_with_prompts_give_the_tokens_of_transformers(
         assert result["output_ids"] == transformers_greedy(folder, prompt, NUM_NEW)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_replayed_long_steps_give_the_tokens_of_plain_ones(
+    make_model: Callable[..., Path], replayed: list[bool], head_dim: int
+) -> None:
+    """Rows end one by one, and prompts take their places; so many rows draw that rounding parts a few."""
+    folder, rng = make_model("qwen3", head_dim=head_dim), random.Random(5)
+    inputs = [[rng.randrange(256) for _ in range(rng.randint(2, 60))] for _ in range(1500)]
+    params = [{**greedy(), "max_new_tokens": rng.randint(1, 12)} for _ in inputs]
+    rows = []
+    for more in ({}, {"disable_cuda_graph": True}):
+        with sgl.Engine(
+            model_path=str(folder),
+            device="cuda",
+            dtype="float32",
+            mem_fraction_static=0.3,
+            chunked_prefill_size=3000,
+            max_running_requests=700,
+            disable_radix_cache=True,
+            **more,
+        ) as engine:
+            rows.append([r["output_ids"] for r in engine.generate(input_ids=inputs, sampling_params=params)])
+    assert sum(replayed) > 10
+    same = sum(ours == plain for ours, plain in zip(*rows, strict=True))
+    assert same >= 0.99 * len(inputs)
+
+
 def test_replayed_steps_use_the_prompt_kernel_for_long_prefixes(
     make_model: Callable[..., Path], replayed: list[bool]
 ) -> None:

@@ -110,6 +110,27 @@ def test_greedy_tokens_are_those_of_transformers(
     assert graphs_on_the_cpu.captured < graphs_on_the_cpu.replayed
 
 
+def test_long_steps_give_the_tokens_of_transformers(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have much room to spare, and attend in the last layer for the tokens that are sampled only."""
+    from tokenmill.attention import triton_backend
+
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 1)
+    monkeypatch.setattr(prompt_graphs, "_DECODES_OF_LONG", (0, 8))
+    monkeypatch.setattr(prompt_graphs, "_PROMPTS_OF_LONG", (8, 16))
+    monkeypatch.setattr(triton_backend, "MANY_TOKENS", 1)
+    folder, lengths = make_model("qwen3", num_hidden_layers=2), [6, 3, 4, 5, 1, 4]
+    assert generate(folder, prompts(20), lengths) == [
+        transformers_greedy(folder, prompt, length)
+        for prompt, length in zip(prompts(20), lengths, strict=True)
+    ]
+    assert graphs_on_the_cpu.replayed > 5
+
+
 def test_drawn_tokens_are_those_of_plain_steps(
     make_model: Callable[..., Path], graphs_on_the_cpu: Calls
 ) -> None:

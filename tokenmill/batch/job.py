@@ -244,9 +244,11 @@ def _name_of(engine: Engine) -> str:
 def _new_engine(arguments: dict[str, Any]) -> Iterator[Engine]:
     from tokenmill.engine import Engine  # not needed for faults that are seen before
 
-    # Prompts with the same beginning go together. Where priorities count, they decide.
-    order = {} if arguments.get("enable_priority_scheduling") else {"schedule_policy": "lpm"}
-    with Engine(**{**order, **arguments}) as engine:
+    # A core that dies is replaced, and the work on rows does not hold it up.
+    preferred: dict[str, Any] = {"core_process": True}
+    if not arguments.get("enable_priority_scheduling"):  # where priorities count, they decide
+        preferred["schedule_policy"] = "lpm"  # prompts with the same beginning go together
+    with Engine(**{**preferred, **arguments}) as engine:
         yield engine
 
 

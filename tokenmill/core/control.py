@@ -120,7 +120,7 @@ class Control:
     def _device_seconds(self) -> dict[str, float] | None:
         """How long the device was busy, and idle; None where nobody can tell."""
         # Where steps run inside of `launch`, nobody is left to tell when there is none.
-        return self._watch.seconds() if self._runner.facts.device == "cuda" else None
+        return self._watch.seconds() if self._runner.facts.device != "cpu" else None
 
     # ── pauses ────────────────────────────────────────────────────────────────────────────────
 

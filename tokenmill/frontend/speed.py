@@ -27,6 +27,8 @@ _SOME_ROWS = 8  # tried beside one and all
 _PROMPT_FACTOR = 4  # between the numbers of prompts
 _PROMPT_LENGTH = 256
 _MOST_PROMPTS = 16
+_MOST_READING_ROWS = 64
+_READING_RUNS = 6  # of the prompts that are read: four, and what writing some tokens adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +119,29 @@ class _Watch:
         while count < most and self.has_time_for(2 * _PROMPT_FACTOR * seconds):
             count = min(count * _PROMPT_FACTOR, most)
             seconds = self.best(count, length, 1)
-        if not self.has_time_for(seconds + 0.1):
-            return seconds / (count * length), 0.0
-        step = (self.time(count, length, 1 + _FEW_TOKENS) - seconds) / _FEW_TOKENS
-        reading = step - float(speed.step_seconds(np.array([count]))[0])
-        return seconds / (count * length), max(0.0, reading / (count * length))
+        prompt_seconds = seconds / (count * length)
+        return prompt_seconds, self._reading(facts, most_rows, room, speed, prompt_seconds)
+
+    def _reading(
+        self, facts: EngineFacts, most_rows: int, room: int, speed: Speed, prompt_seconds: float
+    ) -> float:
+        """Seconds of a cached token that is read; 0 if there is no time to find out.
+
+        A token is read in some nanoseconds, and what a step takes varies by more than a few thousand of them:
+        the prompts are as many and as long as there is time for.
+        """
+        left = _SECONDS - (time.perf_counter() - self._began)
+        num_tokens = min(room // 4, int(left / (_READING_RUNS * prompt_seconds)))
+        rows = max(1, min(most_rows, num_tokens // _PROMPT_LENGTH, _MOST_READING_ROWS))
+        length = min(num_tokens // rows, facts.max_sequence_tokens - _MOST_TOKENS)
+        if length <= _SHORT_PROMPT:
+            return 0.0
+        new = _MOST_TOKENS - _FEW_TOKENS
+        first = self.time(rows, length, 1 + new)  # may find much that is new
+        begun = min(self.time(rows, length, 1) for _ in range(2))
+        step = (min(first, self.time(rows, length, 1 + new)) - begun) / new
+        reading = step - float(speed.step_seconds(np.array([rows]))[0])
+        return max(0.0, reading / (rows * length))
 
 
 @dataclass(frozen=True, slots=True)

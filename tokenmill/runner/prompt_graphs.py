@@ -33,19 +33,17 @@ _MOST_GRAPHS = 64
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
 _LAUNCH_SECONDS = 0.025
 _TOKENS = (
-    16,
-    32,
-    64,
-    *range(96, 320, 32),
-    *range(320, 1024, 64),
-    *range(1024, 2048, 128),
-    *range(2048, 4097, 256),
+    *(16, 32, 64, *range(96, 320, 32), *range(320, 1024, 64)),
+    *(*range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512)),
 )
-_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-_PROMPTS = (4, 16, 64, 256)
-# Rows of which this much was computed before are worth another kernel; many tokens are worth it anyway.
+_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+_PROMPTS = (4, 16, 64, 256, 1024)
+# A long step has room for many more rows at little cost, so few graphs serve all.
+_DECODES_OF_LONG = (0, 256, 1024, 2048, 4096, 8192)
+_PROMPTS_OF_LONG = (64, 256, 1024)
+_LONG_STEP = 1024
+# Rows of which this much was computed before are worth another kernel; a long step uses it anyway.
 _LONG_PREFIX = 4  # times the tokens of the step
-_MANY_TOKENS = 1024
 # Until a shape has a graph of its own, a larger one may serve: so much padding costs less than the launches.
 _PADDING_SECONDS = 0.005
 
@@ -122,12 +120,14 @@ class PromptGraphs:
         if num_tokens > self._most_tokens or num_prompts >= _PROMPTS[-1]:
             return None
         tokens = at_least(_TOKENS, num_tokens)
+        is_long = tokens >= _LONG_STEP
+        decodes = at_least(_DECODES_OF_LONG if is_long else _DECODES, plan.num_decodes)
         longest = int((plan.starts + plan.counts)[plan.num_decodes :].max())
         return StepShape(
             tokens=tokens,
-            decodes=min(tokens, self._most_rows, at_least(_DECODES, plan.num_decodes)),
-            prompts=at_least(_PROMPTS, num_prompts + 1),
-            long_prefixes=tokens >= _MANY_TOKENS or longest >= _LONG_PREFIX * tokens,
+            decodes=min(tokens, self._most_rows, decodes),
+            prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
+            long_prefixes=is_long or longest >= _LONG_PREFIX * tokens,
             kind=step_kind(self._rows, plan),
         )
 
