@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tokenmill.core.grammars import Grammars, Guide
+from tokenmill.core.loop import Close, Inbox, Loop, Submit
 from tokenmill.grammar import BadGrammar
 from tokenmill.messages import Finish, Grammar
 from tokenmill.sampling_params import SamplingParams
@@ -108,6 +110,38 @@ def test_a_bad_grammar_ends_its_request(world: Any, make_request: Make) -> None:
     assert "regex" in output.finish.message
     assert "it is bad" in output.finish.message
     assert world.scheduler.idle
+
+
+def test_the_device_gets_ready_while_grammars_are_compiled(world: Any, make_request: Make) -> None:
+    """Where nothing else is to be done; requests that come while others run must not hold these up."""
+    compiler, inbox = FakeCompiler(), Inbox()
+    expected: list[list[str]] = []
+
+    def call(name: str, requests: Any) -> None:
+        assert name == "expect_masks"
+        expected.append([request.id for request in requests])
+
+    def deliver(outputs: Any) -> None:
+        for output in outputs:
+            if output.request_id == "late":
+                inbox.put(Close())
+            elif output.request_id == "second":
+                inbox.put(Submit([make_request("plain", [1], 9)]))
+                inbox.put(Submit([guided(make_request, id="late")]))
+
+    runner: Any = SimpleNamespace(
+        facts=SimpleNamespace(steps_in_flight=1),
+        launch=world.mill.launch,
+        sample=lambda masks: None,
+        collect=world.mill.collect,
+        call=call,
+    )
+    compiler.future.set_exception(BadGrammar("it is bad"))
+    inbox.put(Submit([guided(make_request, id="first"), guided(make_request, id="second")]))
+    books = grammars(compiler)
+    books.close = lambda: None  # type: ignore[method-assign]
+    Loop(runner, world.scheduler, world.cache, grammars=books, inbox=inbox, deliver=deliver).run()
+    assert expected == [["first", "second"]]
 
 
 # ── ends of text ──

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -65,3 +66,31 @@ def check(kind: int, result: Any) -> None:
     assert set(value) == {"name", "ages"}
     assert len(value["name"]) <= 8
     assert all(0 <= age <= 99 for age in value["ages"])
+
+
+def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tokenmill.core.loop import Loop
+    from tokenmill.runner.recorder import Recorder
+
+    record, compiled, captured = Recorder.record, Loop._report_compiled, []
+
+    def recorded(self: Any, step: Any, title: str) -> Any:
+        captured.append(title)
+        return record(self, step, title)
+
+    def told(self: Any, request_id: str, outcome: Any) -> None:
+        def tell() -> None:
+            captured.append("compiled")
+            compiled(self, request_id, outcome)
+
+        threading.Timer(0.5, tell).start()  # a schema may take that long
+
+    monkeypatch.setattr(Recorder, "record", recorded)
+    monkeypatch.setattr(Loop, "_report_compiled", told)
+    params = {"regex": PATTERN, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 40}
+    with sgl.Engine(model_path="tiny", device="cuda") as engine:
+        assert re.fullmatch(PATTERN, engine.generate("Once", params)["text"])
+    assert captured.index("compiled") == 2  # the forward pass and the draw came before
+    assert captured[2:] == ["compiled"]

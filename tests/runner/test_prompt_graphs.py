@@ -211,7 +211,9 @@ def test_only_so_many_shapes_get_a_graph(
 
 def test_all_that_is_left_over_is_a_prompt_of_the_spare_row() -> None:
     kind = recorder.StepKind(SamplingNeeds(random=True, filters=False))
-    shape = prompt_graphs.StepShape(tokens=16, decodes=8, prompts=4, long_prefixes=False, kind=kind)
+    shape = prompt_graphs.StepShape(
+        tokens=16, decodes=8, prompts=4, long_queries=False, long_prefixes=False, kind=kind
+    )
     plan = StepPlan(
         slots=np.array([5, 3, 4], dtype=np.int32),
         starts=np.array([7, 0, 20], dtype=np.int32),

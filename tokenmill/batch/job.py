@@ -113,6 +113,7 @@ class BatchJob:
             self.figures.started(num_rows=self._source.num_rows, plan=self._saved_plan)
             stack.enter_context(RowCount(self._source, self.figures))
             look = partial(look_at_device, engine, self.figures)
+            look()  # what the device did before the job does not count
             stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
             self._answer(engine, journal)
         if self.files.report is not None:

@@ -201,9 +201,11 @@ class Loop:
 
     def _compile(self, requests: Sequence[Request]) -> None:
         """Have grammars compiled; the outcomes come as messages."""
-        for request in requests:
-            if request.grammar is not None:
-                self._grammars.compile(request, partial(self._report_compiled, request.id))
+        asked = [request for request in requests if request.grammar is not None]
+        for request in asked:
+            self._grammars.compile(request, partial(self._report_compiled, request.id))
+        if asked and self._scheduler.is_asleep:  # the device may get ready for them meanwhile
+            self._runner.call("expect_masks", requests=asked)
 
     def _report_compiled(self, request_id: str, outcome: Guide | Finish) -> None:
         self._inbox.put(Compiled(request_id, outcome))

@@ -27,6 +27,7 @@ _SOME_ROWS = 8  # tried beside one and all
 _PROMPT_FACTOR = 4  # between the numbers of prompts
 _PROMPT_LENGTH = 256
 _MOST_PROMPTS = 16
+_MORE_RUNS = 4
 _MOST_READING_ROWS = 64
 _READING_RUNS = 6  # of the prompts that are read: four, and what writing some tokens adds
 
@@ -119,6 +120,8 @@ class _Watch:
         while count < most and self.has_time_for(2 * _PROMPT_FACTOR * seconds):
             count = min(count * _PROMPT_FACTOR, most)
             seconds = self.best(count, length, 1)
+        if self.has_time_for(_MORE_RUNS * 2 * seconds):  # a step that comes often is launched at once
+            seconds = min(seconds, *(self.time(count, length, 1) for _ in range(_MORE_RUNS)))
         prompt_seconds = seconds / (count * length)
         return prompt_seconds, self._reading(facts, most_rows, room, speed, prompt_seconds)
 

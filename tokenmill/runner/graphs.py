@@ -55,6 +55,11 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.graph.made
 
+    def expect(self, num_rows: int, kind: StepKind) -> Sampled | Unsampled | None:
+        """Have a graph for such a step before it comes; what it will make. None: there is no memory."""
+        captured = self._graph(num_rows, kind)
+        return None if captured is None else captured.graph.made
+
     def _graph(self, num_rows: int, kind: StepKind) -> _Captured | None:
         """A graph for at least so many rows, captured now if the policy wants it."""
         size = self._policy.choose(num_rows, kind)

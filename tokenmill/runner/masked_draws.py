@@ -53,6 +53,10 @@ class MaskedDraws:
         graph.replay()
         return graph.made
 
+    def expect(self, made: Unsampled, needs: SamplingNeeds) -> None:
+        """Have a graph for such a draw before it comes, if there is memory for it."""
+        self._graph(made, needs)
+
     def close(self) -> None:
         """Let go of the host's memory; all copies must be done."""
         self._masks_memory.release()

@@ -1,8 +1,8 @@
-"""CUDA graphs for short steps that compute prompts, alone or beside rows that decode.
+"""CUDA graphs for steps that compute prompts, alone or beside rows that decode.
 
-A long step keeps the device busy while the host launches it kernel by kernel; a short one does not. Its
-graph has room for a number of tokens, of which the first belong to rows that decode, however many there are.
-What is left over is a prompt of the spare row, so that every number in a step is finite.
+Launching a step kernel by kernel takes the host longer than the device takes for some thousand tokens of a
+small model. A graph has room for a number of tokens, of which the first belong to rows that decode, however
+many there are. What is left over is a prompt of the spare row, so that every number in a step is finite.
 
 Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
 """
@@ -26,8 +26,10 @@ from tokenmill.sampling import sample
 
 _log = logging.getLogger("tokenmill")
 
-# A graph costs about as much as launching this many steps of its shape kernel by kernel.
+# A graph costs about as much as launching this many steps of its shape kernel by kernel; of long steps, which
+# keep the device busy for a part of that time, it saves less.
 _STEPS_BEFORE_CAPTURE = 3
+_LONG_STEP_FACTOR = 3
 # A graph holds some memory of the device; those of the first shapes stay.
 _MOST_GRAPHS = 64
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
@@ -42,8 +44,9 @@ _PROMPTS = (4, 16, 64, 256, 1024)
 _DECODES_OF_LONG = (0, 256, 1024, 2048, 4096, 8192)
 _PROMPTS_OF_LONG = (64, 256, 1024)
 _LONG_STEP = 1024
-# Rows of which this much was computed before are worth another kernel; a long step uses it anyway.
-_LONG_PREFIX = 4  # times the tokens of the step
+# What decides which kernel takes the prompts: one of so many tokens, or a row of which so much more is there.
+_LONG_QUERY = 1024
+_LONG_PREFIX = 4  # times the tokens of the longest prompt
 # Until a shape has a graph of its own, a larger one may serve: so much padding costs less than the launches.
 _PADDING_SECONDS = 0.005
 
@@ -55,7 +58,8 @@ class StepShape:
     tokens: int
     decodes: int
     prompts: int
-    long_prefixes: bool  # of prompts
+    long_queries: bool  # whether some prompt has very many tokens in the step
+    long_prefixes: bool  # whether much more than its tokens in the step was computed of some prompt before
     kind: StepKind
 
     @property
@@ -65,11 +69,21 @@ class StepShape:
     def holds(self, other: StepShape) -> bool:
         """Whether its graph may run steps of the other shape."""
         return (
-            (self.kind, self.long_prefixes) == (other.kind, other.long_prefixes)
+            self.kind == other.kind
+            and (self.long_queries, self.long_prefixes) == (other.long_queries, other.long_prefixes)
             and self.tokens >= other.tokens
             and self.decodes >= other.decodes
             and self.prompts >= other.prompts
         )
+
+    @property
+    def longest_query(self) -> int:
+        """Bound of the tokens of a prompt in the step."""
+        return self.tokens if self.long_queries else min(self.tokens, _LONG_QUERY - 1)
+
+    def longest_prompt(self, longest_row: int) -> int:
+        """Bound of the tokens of a row with a prompt; no row has more than `longest_row`."""
+        return longest_row if self.long_prefixes else _LONG_PREFIX * self.longest_query - 1
 
     @property
     def num_inputs(self) -> int:
@@ -83,7 +97,7 @@ class _Captured:
 
 
 class PromptGraphs:
-    """Replays short steps with prompts. Not thread-safe; owned by one runner."""
+    """Replays steps with prompts that are not too long for it. Not thread-safe; owned by one runner."""
 
     def __init__(
         self, executor: Executor, rows: Rows, *, row_seconds: float, most_rows: int, recorder: Recorder
@@ -122,12 +136,16 @@ class PromptGraphs:
         tokens = at_least(_TOKENS, num_tokens)
         is_long = tokens >= _LONG_STEP
         decodes = at_least(_DECODES_OF_LONG if is_long else _DECODES, plan.num_decodes)
-        longest = int((plan.starts + plan.counts)[plan.num_decodes :].max())
+        prompts = slice(plan.num_decodes, None)
+        long_queries = int(plan.counts[prompts].max()) >= _LONG_QUERY
+        longest_query = int(plan.counts[prompts].max()) if is_long else tokens
+        longest = int((plan.starts + plan.counts)[prompts].max())
         return StepShape(
             tokens=tokens,
             decodes=min(tokens, self._most_rows, decodes),
             prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
-            long_prefixes=is_long or longest >= _LONG_PREFIX * tokens,
+            long_queries=long_queries,
+            long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
             kind=step_kind(self._rows, plan),
         )
 
@@ -135,7 +153,9 @@ class PromptGraphs:
         """A shape that has a graph, with room for all of the given one, which may get its own now."""
         if shape not in self._graphs:
             self._steps[shape] += 1
-            if self._steps[shape] <= _STEPS_BEFORE_CAPTURE or len(self._graphs) >= self._most_graphs:
+            factor = _LONG_STEP_FACTOR if shape.tokens >= _LONG_STEP else 1
+            is_rare = self._steps[shape] <= factor * _STEPS_BEFORE_CAPTURE
+            if is_rare or len(self._graphs) >= self._most_graphs:
                 return self._larger(shape)
             try:
                 self._graphs[shape] = self._capture(shape)
@@ -219,7 +239,6 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     slot_R, length_R, last_R, drawing_R = step_rows.to(torch.int64).view(4, -1)
     decodes = torch.arange(shape.decodes, dtype=torch.int32, device=inputs.device)
     longest, shared = rows.decode_bounds(shape.decodes, longest=kind.longest, max_pieces=kind.max_pieces)
-    longest_prompt = rows.max_length if shape.long_prefixes else shape.tokens
     layout = StepLayout(
         positions_T=position_T,
         slot_mapping_T=tuple(
@@ -229,8 +248,8 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
         query_starts=torch.cat((decodes, starts_P)),
         lengths_R=length_R.to(torch.int32),
         num_decodes=shape.decodes,
-        host_query_lengths=[1] * shape.decodes + [shape.tokens] * shape.prompts,
-        host_lengths=[longest] * shape.decodes + [longest_prompt] * shape.prompts,
+        host_query_lengths=[1] * shape.decodes + [shape.longest_query] * shape.prompts,
+        host_lengths=[longest] * shape.decodes + [shape.longest_prompt(rows.max_length)] * shape.prompts,
         shared=shared,
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)

@@ -55,6 +55,11 @@ def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
     )
 
 
+def late_kind(longest: int) -> StepKind:
+    """The kind of a step that ends with its logits; its rows have so many keys at most, and share none."""
+    return StepKind(_LATE, SHORT_KEYS if longest <= SHORT_KEYS else None, late=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Graph(Generic[_Made]):
     """A captured step. What it makes lies in tensors of its own, valid until the next replay of any graph."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, WrongState
 from tokenmill.hub import resolve
-from tokenmill.messages import EngineFacts, StepPlan, StepResult, TokenMasks
+from tokenmill.messages import EngineFacts, Request, StepPlan, StepResult, TokenMasks
 from tokenmill.models import ModelSpec, read_spec
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy, row_seconds
@@ -32,10 +32,11 @@ from tokenmill.runner.memory import PoolSize, build_executor
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.quarantine import Quarantine
-from tokenmill.runner.recorder import Recorder
+from tokenmill.runner.recorder import Recorder, late_kind
 from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
 from tokenmill.runner.weights import Weights
+from tokenmill.sampling import SamplingNeeds
 
 _log = logging.getLogger("tokenmill")
 
@@ -98,6 +99,7 @@ class LocalRunner:
         self._profiler = Profiler(placement.device)
         self._calls: dict[str, Callable[..., Any]] = {
             "memory": self._memory,
+            "expect_masks": self._expect_masks,
             "start_profile": self._profiler.start,
             "stop_profile": self._profiler.stop,
             "update_weights_from_disk": self._weights.update_from_disk,
@@ -235,6 +237,24 @@ class LocalRunner:
         assert inputs is not None, "every row draws"
         rows = Unsampled(made.logits_QV[:count], made.hidden_QD[:count], inputs.slots_Q, inputs.columns)
         return self._steps.draw([Part(plan, inputs, rows, [])], plan, masks)
+
+    def _expect_masks(self, *, requests: Sequence[Request]) -> None:
+        """Capture what the first steps of requests that wait for grammars are likely to replay."""
+        waits_for_more = any(each.logprobs or each.hidden_states or each.processor for each in requests)
+        if self._graphs is None or waits_for_more:
+            return
+        random = [each.params for each in requests if not each.params.is_greedy]
+        is_filtered = any(each.top_k != -1 or each.top_p < 1 or each.min_p > 0 for each in random)
+        needs = SamplingNeeds(random=bool(random), filters=is_filtered)
+        num_rows = min(len(requests), self.facts.max_running_requests)
+        longest = max(len(request.prompt_ids) for request in requests) + 1
+        try:
+            with torch.inference_mode():
+                made = self._graphs.decodes.expect(num_rows, late_kind(longest))
+                if isinstance(made, Unsampled):
+                    self._graphs.draws.expect(made, needs)
+        except Exception as error:  # a step will tell
+            self._quarantine.judge(error)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         sources = torch.from_numpy(plan.copy_sources.astype(np.int64)).to(self._device)
