@@ -1,11 +1,11 @@
 """Throughput of a batch job beside plain `generate` on the same rows, in turns, and the memory of large jobs.
 
 Run `python benchmarks/batch_jobs.py [--model tiny] [--arguments '{}'] [--rows 2000] [--rounds 5]
-[--max-new-tokens 32 [256]] [--ignore-eos] [--sizes 10000 100000] [--stand-in]`. With two numbers of new tokens
-each row has its own, between them. Prints rows per second of both and the median ratios of time and of work (of
-all threads); then, for each size, by how much memory grew at most and rows per second, of a new job and of
-one that only replays its journal. With `--stand-in` the core answers every row at once, without a model: what
-is left is work on rows.
+[--max-new-tokens 32 [256]] [--ignore-eos] [--sizes 10000 100000] [--stand-in]`. With two numbers of new
+tokens each row has its own, between them. Prints rows per second of both and the median ratios of time and of
+work (of all threads); then, for each size, by how much memory grew at most and rows per second, of a new job
+and of one that only replays its journal. With `--stand-in` the core answers every row at once, without a
+model: what is left is work on rows.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
+from tokenmill.frontend.turns import Turns
 from tokenmill.messages import Core, EngineFacts, Finish, Need, Output, Request
 from tokenmill.metrics import Metrics
 
@@ -147,9 +148,12 @@ class Client:
             while call.num_unfinished and not interrupts.happened:
                 if advanced := self.advance(call, partial(woken.put, None)):
                     report(advanced)
-                    make_shown(call.shown, call.shape)
+                    self._make_shown(call)
                 else:
                     _sleep(woken, _LOOK_SECONDS)
+
+    def _make_shown(self, call: Call) -> None:
+        make_shown(call.shown, call.shape, Turns(self.core_need))
 
     def _give_up(self, call: Call, woken: queue.SimpleQueue[None]) -> None:
         """End what has not finished, and wait a moment for the tokens that it came to."""
@@ -163,7 +167,7 @@ class Client:
             self.drop(call)
             call.put([failure(row, INTERRUPTED) for row in call.rows if row.finish is None])
             self.advance(call, partial(woken.put, None))
-        make_shown(call.shown, call.shape)
+        self._make_shown(call)
 
     async def run_async(self, call: Call) -> dict[str, Any] | ResultList:
         """As `run`; only the calling task waits."""
@@ -175,7 +179,7 @@ class Client:
                     if advanced := self.advance(call, wake):
                         report(advanced)
                         if call.shown:
-                            await asyncio.to_thread(make_shown, call.shown, call.shape)
+                            await asyncio.to_thread(self._make_shown, call)
                     else:
                         await wake.sleep()
             if call.shape.single:

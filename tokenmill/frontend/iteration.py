@@ -317,7 +317,7 @@ class Flow:
         for call, items in arrived:
             self._client.take_in(call, items)
             if call.shown:
-                make_shown(call.shown, call.shape)
+                make_shown(call.shown, call.shape, self._turns)
             if not call.num_unfinished and call in self._running:
                 self._finished.append((call, self._running.pop(call)))
             self._turns.give_way()

@@ -149,13 +149,12 @@ class Shape:
     has_errors: bool = False  # results have the key `error`
 
 
-def make_shown(rows: list[Row], shape: Shape) -> None:
+def make_shown(rows: list[Row], shape: Shape, turns: Turns) -> None:
     """Make of what rows were shown so far what their results will say, giving way to the core's thread.
 
     The list is used up. Asked for while requests still run, the last result of many need not wait for the
     work of all.
     """
-    turns = Turns()
     while rows:
         row = rows.pop()
         row.shown.make_entries(

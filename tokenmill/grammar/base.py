@@ -25,10 +25,6 @@ class Matcher(Protocol):
         """What broke inside; empty while all is well."""
         ...
 
-    def fill_mask(self, out: IntArray) -> None:
-        """Write the allowed tokens: bit i of `out[w]` is token 32 * w + i. `out` is int32 [words]."""
-        ...
-
     def accept(self, token: int) -> bool:
         """Go on by a token; False if the grammar does not allow it, and then the matcher is of no use."""
         ...
@@ -58,6 +54,7 @@ class Backend(Protocol):
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """The masks of matchers that this backend made, side by side: int32 [matchers, num_words].
 
+        Bit i of word w is set if token 32 * w + i is allowed.
         A matcher that fails has an `error` then, and a row that means nothing.
         """
         ...

@@ -55,10 +55,6 @@ class LlguidanceMatcher:
         """See `Matcher`."""
         return _reason(self.inner) if self.inner.is_error() else ""
 
-    def fill_mask(self, out: IntArray) -> None:
-        """See `Matcher`."""
-        self.inner.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
         return bool(self.inner.consume_token(token))

@@ -85,7 +85,7 @@ class XgrammarMatcher:
         return bool(self.inner.is_completed())
 
     def fill_mask(self, out: IntArray) -> None:
-        """See `Matcher`."""
+        """Write its mask, int32 [words]; if that fails, there is an `error`."""
         try:
             self.inner.fill_next_token_bitmask(out.reshape(1, -1))
         except RuntimeError as error:
@@ -141,7 +141,7 @@ class XgrammarBackend:
         """See `Backend`."""
         if len(matchers) < _FEW or not self._fill_together(matchers, out):
             for matcher, row in zip(matchers, out, strict=True):
-                matcher.fill_mask(row)
+                matcher.fill_mask(row)  # type: ignore[attr-defined]
 
     def _fill_together(self, matchers: Sequence[Matcher], out: IntArray) -> bool:
         """False if one of them failed; which one, the library does not say."""
