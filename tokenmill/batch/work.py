@@ -25,6 +25,7 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.failures import failed_result
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.iteration import Entry, Finished, RowRunner
+from tokenmill.frontend.turns import seldom_collected
 
 # Records that are read together: enough to tokenize them in one go.
 _ROWS_AT_ONCE = 256
@@ -78,7 +79,7 @@ class Work:
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
         finished = cast(Generator[Finished], self._runner.run(self._entries(), fills_up_first=True))
-        with contextlib.closing(finished):
+        with contextlib.closing(finished), seldom_collected() as collect_if_due:
             for entry, results in finished:
                 row = self._flying.pop(entry.index)
                 self._figures.finished(results)
@@ -88,6 +89,7 @@ class Work:
                     self._let_go(complete)
                 self._commits.check()
                 self._turns.give_way()
+                collect_if_due()
         assert not self._num_held, "a row waits for a sample that nobody computes"
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -281,6 +282,7 @@ class _Child:
     def _serve(self, config: EngineConfig) -> None:
         mill = runner.start(config)
         loop = build_loop(mill, config, inbox=self._inbox, deliver=lambda outputs: self._tell(loop, outputs))
+        gc.freeze()  # what is there stays; looking through it would hold up a step for a quarter of a second
         self._send(_Started(mill.facts))
         watchdog = Watchdog(loop, config.watchdog_timeout, stalled=self._end)
         loop.run()

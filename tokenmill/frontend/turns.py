@@ -14,12 +14,13 @@ _TURN_SECONDS = 0.0002
 # While a device waits for that thread, this one sleeps so long and so often at most before its next turn.
 _NAP_SECONDS = 0.0002
 _MOST_NAPS = 16
+_COLLECTION_SECONDS = 60.0
 
 
 class Turns:
     """The turns of one piece of work."""
 
-    def __init__(self, core_need: Callable[[], Need] = lambda: "soon") -> None:
+    def __init__(self, core_need: Callable[[], Need]) -> None:
         """`core_need` tells how much the core's thread needs the interpreter."""
         self._core_need = core_need
         self._due = time.perf_counter() + _TURN_SECONDS
@@ -40,12 +41,35 @@ class Turns:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """While many objects are made that stay and have no cycles: looking through them is for nothing."""
+def seldom_collected() -> Iterator[Callable[[], None]]:
+    """While very many objects come and go that have no cycles; call what it gives now and then.
+
+    The collector would look through everything in the process every few thousand rows, for a quarter of a
+    second each time, in which no other thread gets on. It does so once in a minute instead, should others
+    make garbage. Where it was off already, it stays off.
+    """
+    due = time.monotonic() + _COLLECTION_SECONDS
+
+    def collect_if_due() -> None:
+        nonlocal due
+        if was_collecting and time.monotonic() > due:
+            gc.collect()
+            due = time.monotonic() + _COLLECTION_SECONDS
+
+    with uncollected() as was_collecting:
+        yield collect_if_due
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[bool]:
+    """While many objects are made that stay and have no cycles: looking through them is for nothing.
+
+    Gives whether the collector was on.
+    """
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        yield is_collecting
     finally:
         if is_collecting:
             gc.enable()
