@@ -34,7 +34,9 @@ def _run(summary: str, **arguments: Any) -> None:
         from tokenmill import batch
 
         done = batch.run(**arguments)
-        Path(summary).write_text(json.dumps({**done, "modules": sorted(sys.modules)}))
+        written = Path(f"{summary}.new")  # it may be killed in the middle of this, too
+        written.write_text(json.dumps({**done, "modules": sorted(sys.modules)}))
+        written.replace(summary)
         code = 0
     except BaseException as error:
         print(repr(error), file=sys.stderr, flush=True)
