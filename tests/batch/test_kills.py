@@ -148,8 +148,8 @@ def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path
         keys = keys_in(journal)
         assert len(keys) == len(set(keys)) == len(keys_in(calm.with_name("calm.jsonl.journal")))
         last = jobs.summary()
-        # What was known was not computed.
-        assert len(keys) - len(known) == last["samples"] - last["rows"]["failed"]
+        # What was known was not computed. The first record says whose output the journal is for.
+        assert len(keys) - max(len(known), 1) == last["samples"] - last["rows"]["failed"]
         assert sorted(path.name for path in tmp_path.glob("out.jsonl*")) == [output.name, journal.name]
         if num_kills == NUM_KILLS:
             break
