@@ -95,11 +95,9 @@ class Client:
         faults = Faults(returned=job.returns_errors, found=job.errors)
         if self._config.core_process:
             self._check_crossing(job.requests, faults)
-        texts: list[TextStream | None] = [None] * len(job.requests)
-        if stream or any(request.params.stops_on_text for request in job.requests):
-            texts = faults.each(
-                "stop_regex", job.requests, lambda _, request: self._open_text(request, stream=stream), None
-            )
+        texts = faults.each(
+            "stop_regex", job.requests, lambda _, request: self._open_text(request, stream=stream), None
+        )
         shape = Shape(
             single=job.single,
             has_text=self._tokenizer is not None,

@@ -243,25 +243,31 @@ class Flow:
         due = time.perf_counter() + _LONGEST_FILLING_SECONDS
         most = min(self.window, self._client.facts.max_running_requests)
         prepared: list[Prepared] = []
-        some: Sequence[Entry] | None = ()
+        some: list[Prepared] | None = []
         failure: Exception | None = None
         while some is not None and len(prepared) + self.chunk <= most and time.perf_counter() < due:
             try:
-                some = next(entries, None)
+                some = self._pull(entries)
             except Exception as error:  # of the source; what came before it goes first
                 some, failure = None, error
-            prepared += self.prepare(some or ())
-            self.chunk = max(self.chunk, len(some or ()))
+            prepared += some or ()
         self.start(prepared)
         return some is not None, failure
 
     def _add_next(self, entries: Iterator[Sequence[Entry]]) -> bool:
         """Start the next rows; False if there are no more."""
-        some = next(entries, None)
+        some = self._pull(entries)
         if some is not None:
-            self.chunk = max(self.chunk, len(some))
-            self.start(self.prepare(some))
+            self.start(some)
         return some is not None
+
+    def _pull(self, entries: Iterator[Sequence[Entry]]) -> list[Prepared] | None:
+        """The next rows, ready to be started; None if there are no more."""
+        some = next(entries, None)
+        if some is None:
+            return None
+        self.chunk = max(self.chunk, len(some))
+        return self.prepare(some)
 
     def prepare(self, entries: Sequence[Entry]) -> list[Prepared]:
         """Rows that are ready to be started; may run in any thread."""

@@ -38,7 +38,7 @@ _TOKENS = (
     *(16, 32, 64, *range(96, 320, 32), *range(320, 1024, 64)),
     *(*range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512)),
 )
-_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+_DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PROMPTS = (4, 16, 64, 256, 1024)
 # A long step has room for many more rows at little cost, so few graphs serve all.
 _DECODES_OF_LONG = (0, 256, 1024, 2048, 4096, 8192)
@@ -137,8 +137,8 @@ class PromptGraphs:
         is_long = tokens >= _LONG_STEP
         decodes = at_least(_DECODES_OF_LONG if is_long else _DECODES, plan.num_decodes)
         prompts = slice(plan.num_decodes, None)
-        long_queries = int(plan.counts[prompts].max()) >= _LONG_QUERY
         longest_query = int(plan.counts[prompts].max()) if is_long else tokens
+        long_queries = longest_query >= _LONG_QUERY
         longest = int((plan.starts + plan.counts)[prompts].max())
         return StepShape(
             tokens=tokens,
