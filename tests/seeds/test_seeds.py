@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,12 +80,21 @@ def test_native_api_with_token_ids(make_model: Callable[..., Path]) -> None:
     assert int(printed.split()[-2]) >= 10
 
 
+def printed_value(line: str) -> Any:
+    """What a line prints after its label."""
+    return ast.literal_eval(line.partition(": ")[2])
+
+
 def test_native_api_beyond_text(tmp_path: Path) -> None:
     printed = run("native_api_insight.py", folder=tmp_path).splitlines()
-    logprobs = [line for line in printed if line.startswith("Token logprob: (-")]
-    tops = [line for line in printed if line.startswith("Top 3 alternatives: [(-")]
-    assert len(logprobs) == len(tops) == 5
-    assert all(line.count("(") == 3 for line in tops)
+    drawn = [line for line in printed if line.startswith("Token logprob: ")]
+    tops = [line for line in printed if line.startswith("Top 3 alternatives: ")]
+    assert len(drawn) == len(tops) == 5
+    for entry in map(printed_value, drawn):
+        assert entry[0] <= 0, "exactly 0 where the model is certain"
+    for entries in map(printed_value, tops):
+        assert [len(entry) for entry in entries] == [3, 3, 3]
+        assert all(entry[0] <= 0 for entry in entries)
     assert "Number: " + "7" * 10 in printed
     assert "Hidden states: 5 entries, 5 tokens" in printed
     assert printed[-3:] == ["Model: tiny", "TP size: 1", "Max tokens: 8192"]
