@@ -13,7 +13,7 @@ import torch
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.attention.torch_backend import TorchBackend
-from tokenmill.kernels import native
+from tokenmill.kernels import native, native_calls
 from tokenmill.kernels.operands import HeadNorms, Rotation
 from tokenmill.kernels.rotary import heads_of_product
 from tokenmill.kernels.sharing import SharingCosts
@@ -51,7 +51,7 @@ class NativeBackend:
         self.sharing: SharingCosts | None = None
         self._specs = tuple(specs)
         self._caches = [
-            native.PagedCaches(kernels, *pair) for pair in zip(key_caches, value_caches, strict=True)
+            native_calls.PagedCaches(kernels, *pair) for pair in zip(key_caches, value_caches, strict=True)
         ]
         self._products = TorchBackend(specs, key_caches, value_caches, page_size)
         self._layout: StepLayout | None = None
@@ -111,6 +111,8 @@ def _queries(layout: StepLayout, group: int, short_rows: list[int]) -> list[_Que
     found = []
     if num_decodes:
         found.append(_Queries(0, num_decodes, page_table_RP[:num_decodes], layout.lengths_R[:num_decodes]))
+    if not short_rows:
+        return found
     starts = list(accumulate(layout.host_query_lengths, initial=0))
     keys_seen_T = (layout.positions_T + 1).to(torch.int32)
     for row in short_rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tokenmill.kernels import native
+from tokenmill.kernels import native, native_calls
 
 
 def gated_silu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,7 @@ def gated_silu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
         return triton_activation.gated_silu(gate_up_T2F)
     kernels = native.for_tensor(gate_up_T2F)
     if kernels is not None and gate_up_T2F.dim() == 2 and gate_up_T2F.is_contiguous():
-        return native.gated_silu(kernels, gate_up_T2F)
+        return native_calls.gated_silu(kernels, gate_up_T2F)
     return gated_silu_torch(gate_up_T2F)
 
 

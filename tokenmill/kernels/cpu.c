@@ -1,11 +1,15 @@
-/* The small operations of a decoding step on a CPU, one call each; `kernels/native` compiles and calls them.
+/* The operations of a decoding step on a CPU, one call each; `kernels/native` compiles and calls them.
 
    Compiled once per dtype: BFLOAT16 chooses what an `element` is. Arithmetic is float32, rounded to an element
-   where the torch references round. Strides count elements; the last dimension is contiguous.
+   where the torch references round. Strides count elements; the last dimension is contiguous. An operation takes
+   one struct with all it needs, so that a recorded step is an array of them (`replay`).
    Letters: T tokens, H query heads, K key heads, D head size, R half of the rotated dimensions. */
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #if BFLOAT16
 typedef uint16_t element;
@@ -79,7 +83,7 @@ static void work(void *shared) {
     }
 }
 
-static void share(unit run, const void *arguments, long units, long grain, int threads) {
+static void share(unit run, const void *arguments, long units, long grain, long threads) {
     struct job job = {run, arguments, units, grain, 0};
     if (start_team && threads > 1 && units > grain)
         start_team(work, &job, (unsigned)threads, 0);
@@ -93,12 +97,108 @@ static long grain_of(long elements_of_unit) {
     return grain > 0 ? grain : 1;
 }
 
+/* ── a recorded step ───────────────────────────────────────────────────────────────────────── */
+
+struct call {
+    void (*run)(const void *);
+    const void *arguments;
+};
+
+/* The calls, one after the other. */
+void replay(const struct call *calls, long count) {
+    for (long i = 0; i < count; i++) calls[i].run(calls[i].arguments);
+}
+
+/* ── rows of a table ───────────────────────────────────────────────────────────────────────── */
+
+struct lookup {
+    const element *table;
+    const int64_t *ids;
+    element *out;
+    long num_ids, num_rows, size;
+};
+
+/* Row `ids[i]` of the table for every i; NaN where the table has no such row. */
+void look_up(const struct lookup *a) {
+    for (long i = 0; i < a->num_ids; i++) {
+        element *out = a->out + i * a->size;
+        if (a->ids[i] >= 0 && a->ids[i] < a->num_rows)
+            memcpy(out, a->table + a->ids[i] * a->size, a->size * sizeof(element));
+        else
+            for (long j = 0; j < a->size; j++) out[j] = narrow(__builtin_nanf(""));
+    }
+}
+
+/* ── product of one row ────────────────────────────────────────────────────────────────────── */
+
+#if BFLOAT16
+/* oneDNN keeps a weight [O, I] in columns of `width` outputs: [O / width][I / 2][width][2], O and I padded. */
+#ifdef __AVX512F__
+enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
+enum { AHEAD = 1024 }; /* 4 KB ahead, what memory needs to keep up with two cores */
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+struct product {
+    const element *x, *weight, *bias; /* bias: NULL for none */
+    element *out;
+    long num_inputs, num_outputs, padded_inputs, width, threads; /* an even number of inputs */
+};
+
+/* sum + the products with two inputs */
+static inline floats multiplied(floats sum, const uint32_t *weights, const element *x) {
+    words w;
+    memcpy(&w, weights, sizeof w);
+#ifdef __AVX512BF16__
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)pair));
+#else
+    return sum + (floats)(w << 16) * widen(x[0]) + (floats)(w & 0xffff0000u) * widen(x[1]);
+#endif
+}
+
+static inline __attribute__((always_inline)) void multiply(const struct product *a, long column, const long width) {
+    const uint32_t *weights = (const uint32_t *)(a->weight + column * width * a->padded_inputs);
+    floats sums[width / LANES];
+    float outputs[width];
+    memset(sums, 0, sizeof sums);
+    for (long i = 0; i < a->num_inputs; i += 2, weights += width) {
+#pragma GCC unroll 8
+        for (long lane = 0; lane < width / LANES; lane++) {
+            __builtin_prefetch(weights + lane * LANES + AHEAD);
+            sums[lane] = multiplied(sums[lane], weights + lane * LANES, a->x + i);
+        }
+    }
+    memcpy(outputs, sums, sizeof outputs);
+    const long first = column * width, left = a->num_outputs - first;
+    for (long o = 0; o < (left < width ? left : width); o++)
+        a->out[first + o] = narrow(outputs[o] + (a->bias ? widen(a->bias[first + o]) : 0.0f));
+}
+
+static void multiply_column(const void *arguments, long column) {
+    const struct product *a = arguments;
+    if (a->width == 16) multiply(a, column, 16);
+    else if (a->width == 32) multiply(a, column, 32);
+    else if (a->width == 48) multiply(a, column, 48);
+    else multiply(a, column, 64);
+}
+
+/* x W^T + b of one row. */
+void product(const struct product *a) {
+    share(multiply_column, a, (a->num_outputs + a->width - 1) / a->width, 1, a->threads);
+}
+#endif
+
 /* ── norm ──────────────────────────────────────────────────────────────────────────────────── */
 
 struct norm {
     const element *x, *residual, *weight; /* residual and total: NULL for a plain norm */
     element *out, *total;
-    long inner, stride_outer, stride_inner, size;
+    long outer, inner, stride_outer, stride_inner, size, threads;
     float epsilon;
 };
 
@@ -119,10 +219,8 @@ static void norm_row(const void *arguments, long row) {
 }
 
 /* Rows are `outer` by `inner`; residual, out and total are contiguous. */
-void rms_norm(const element *x, const element *residual, const element *weight, element *out, element *total,
-              long outer, long inner, long stride_outer, long stride_inner, long size, float epsilon, int threads) {
-    struct norm a = {x, residual, weight, out, total, inner, stride_outer, stride_inner, size, epsilon};
-    share(norm_row, &a, outer * inner, grain_of(size), threads);
+void rms_norm(const struct norm *a) {
+    share(norm_row, a, a->outer * a->inner, grain_of(a->size), a->threads);
 }
 
 /* ── gated activation ──────────────────────────────────────────────────────────────────────── */
@@ -130,7 +228,7 @@ void rms_norm(const element *x, const element *residual, const element *weight, 
 struct gate {
     const element *gate_up;
     element *out;
-    long size;
+    long num_rows, size, threads;
 };
 
 static void gate_row(const void *arguments, long row) {
@@ -145,17 +243,14 @@ static void gate_row(const void *arguments, long row) {
 }
 
 /* silu(gate_up[:, :size]) * gate_up[:, size:] */
-void gated_silu(const element *gate_up, element *out, long rows, long size, int threads) {
-    struct gate a = {gate_up, out, size};
-    share(gate_row, &a, rows, grain_of(2 * size), threads);
-}
+void gated_silu(const struct gate *a) { share(gate_row, a, a->num_rows, grain_of(2 * a->size), a->threads); }
 
 /* ── rotation ──────────────────────────────────────────────────────────────────────────────── */
 
 struct rotation {
     const element *x, *cosines, *sines;
     element *out;
-    long heads, stride_token, stride_head, head_dim, half;
+    long num_tokens, heads, stride_token, stride_head, head_dim, half, threads;
 };
 
 static void rotate_token(const void *arguments, long token) {
@@ -174,10 +269,8 @@ static void rotate_token(const void *arguments, long token) {
     }
 }
 
-void rotate(const element *x, const element *cosines, const element *sines, element *out, long tokens, long heads,
-            long stride_token, long stride_head, long head_dim, long half, int threads) {
-    struct rotation a = {x, cosines, sines, out, heads, stride_token, stride_head, head_dim, half};
-    share(rotate_token, &a, tokens, grain_of(heads * head_dim), threads);
+void rotate(const struct rotation *a) {
+    share(rotate_token, a, a->num_tokens, grain_of(a->heads * a->head_dim), a->threads);
 }
 
 /* ── keys and values ───────────────────────────────────────────────────────────────────────── */
@@ -191,7 +284,7 @@ struct stored {
     const struct caches *caches;
     const element *k, *v;
     const int64_t *slots;
-    long stride_kt, stride_kh, stride_vt, stride_vh;
+    long num_tokens, stride_kt, stride_kh, stride_vt, stride_vh, threads;
 };
 
 static void store_token(const void *arguments, long token) {
@@ -205,10 +298,8 @@ static void store_token(const void *arguments, long token) {
     }
 }
 
-void store(const struct caches *caches, const element *k, const element *v, const int64_t *slots, long tokens,
-           long stride_kt, long stride_kh, long stride_vt, long stride_vh, int threads) {
-    struct stored a = {caches, k, v, slots, stride_kt, stride_kh, stride_vt, stride_vh};
-    share(store_token, &a, tokens, grain_of(2 * caches->heads * caches->head_dim), threads);
+void store(const struct stored *a) {
+    share(store_token, a, a->num_tokens, grain_of(2 * a->caches->heads * a->caches->head_dim), a->threads);
 }
 
 /* ── attention of one query a row ──────────────────────────────────────────────────────────── */
@@ -220,8 +311,8 @@ struct decode {
     const element *q;
     const int32_t *page_table, *lengths;
     element *out;
-    long stride_qt, stride_qh, stride_table, group, window; /* window 0: none */
-    float scale_log2;
+    long num_rows, stride_qt, stride_qh, stride_table, group, window, threads; /* window 0: none */
+    float scale;
 };
 
 static inline const element *at(const struct caches *c, const element *cache, const int32_t *table, long head,
@@ -239,7 +330,7 @@ static inline __attribute__((always_inline)) void attend(const struct decode *a,
     float peak[group], total[group], weights[group][TILE];
     for (long g = 0; g < group; g++) {
         const element *q = a->q + row * a->stride_qt + (head * group + g) * a->stride_qh;
-        for (long i = 0; i < size; i++) query[g * size + i] = widen(q[i]) * a->scale_log2;
+        for (long i = 0; i < size; i++) query[g * size + i] = widen(q[i]) * (a->scale * LOG2_E);
         peak[g] = -__builtin_inff();
         total[g] = 0;
     }
@@ -295,10 +386,4 @@ static void decode_head(const void *arguments, long index) {
 }
 
 /* Each row's last token attends to its pages; `out` [rows, H, D] is contiguous. */
-void decode(const struct caches *caches, const element *q, const int32_t *page_table, const int32_t *lengths,
-            element *out, long rows, long group, long stride_qt, long stride_qh, long stride_table, long window,
-            float scale, int threads) {
-    struct decode a = {caches,    q,         page_table,   lengths, out,    stride_qt,
-                       stride_qh, stride_table, group, window,  scale * LOG2_E};
-    share(decode_head, &a, rows * caches->heads, 1, threads);
-}
+void decode(const struct decode *a) { share(decode_head, a, a->num_rows * a->caches->heads, 1, a->threads); }

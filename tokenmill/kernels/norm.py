@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tokenmill.kernels import native
+from tokenmill.kernels import native, native_calls
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         return triton_norm.rms_norm(x, weight, epsilon)
     kernels = native.for_tensor(x)
     if kernels is not None and x.dim() in (2, 3) and x.stride(-1) == 1:
-        return native.rms_norm(kernels, x, weight, epsilon)
+        return native_calls.rms_norm(kernels, x, weight, epsilon)
     return rms_norm_torch(x, weight, epsilon)
 
 
@@ -36,7 +36,7 @@ def add_rms_norm(
         return triton_norm.add_rms_norm(x, residual, weight, epsilon)
     kernels = native.for_tensor(x)
     if kernels is not None and x.dim() == 2 and x.is_contiguous() and residual.is_contiguous():
-        return native.add_rms_norm(kernels, x, residual, weight, epsilon)
+        return native_calls.add_rms_norm(kernels, x, residual, weight, epsilon)
     return add_rms_norm_torch(x, residual, weight, epsilon)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import native
+from tokenmill.kernels import native, native_calls
 from tokenmill.kernels.norm import rms_norm
 from tokenmill.kernels.operands import HeadNorms, Rotation
 
@@ -28,7 +28,9 @@ def rotate(
         return triton_rotary.rotate(q_THD, k_TKD, cos_TR, sin_TR)
     kernels = native.for_tensor(q_THD)
     if kernels is not None and cos_TR.is_contiguous() and sin_TR.is_contiguous():
-        return native.rotate(kernels, q_THD, cos_TR, sin_TR), native.rotate(kernels, k_TKD, cos_TR, sin_TR)
+        return native_calls.rotate(kernels, q_THD, cos_TR, sin_TR), native_calls.rotate(
+            kernels, k_TKD, cos_TR, sin_TR
+        )
     return rotate_torch(q_THD, k_TKD, cos_TR, sin_TR)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from tokenmill.kernels.lookup import look_up
 
 
 class Embedding(nn.Module):
@@ -16,4 +17,4 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, D]"""
-        return F.embedding(tokens_T, self.weight)
+        return look_up(self.weight, tokens_T)

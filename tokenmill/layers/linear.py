@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tokenmill.kernels import packed
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.linear import add_norm_linear, linear
 from tokenmill.kernels.operands import Norm
 from tokenmill.layers.norm import RMSNorm
 
-# Rows of input for which oneDNN lays the weights out; decoding has few rows, and few rows gain most.
-_EXPECTED_ROWS = 16
 # oneDNN cuts long sums in 16 bits into pieces, and where depends on the number of rows: an answer would
 # change with its neighbours in the batch. Small products go in blocks of always as many rows, which costs
-# them next to nothing; large ones would take up to twice as long.
+# them next to nothing; large ones would take up to twice as long. There one row alone is streamed.
 _LONGEST_WHOLE_SUM = 512
 _SMALL_WEIGHT_BYTES = 2**20
 _BLOCK_ROWS = 64
@@ -102,33 +101,29 @@ class PackedLinear(nn.Module):
 
     def __init__(self, plain: Linear | TiedLinear) -> None:
         super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _EXPECTED_ROWS)
+        weight = packed.pack(plain.weight.detach())
         # In a tuple, so that it is no module of the model's.
         self._tied = (plain,) if isinstance(plain, TiedLinear) else None
         self._parts = {} if isinstance(plain, TiedLinear) else plain.parts
         if isinstance(plain, Linear):
             self.bias = plain.bias
-            self.weight = nn.Parameter(packed, requires_grad=False)
+            self.weight = nn.Parameter(weight, requires_grad=False)
         else:
             self.bias = None
-            self.register_buffer("weight", packed, persistent=False)
-        self._goes_in_blocks = (
-            plain.weight.element_size() == 2
-            and plain.weight.shape[1] > _LONGEST_WHOLE_SUM
-            and plain.weight.nbytes <= _SMALL_WEIGHT_BYTES
-        )
+            self.register_buffer("weight", weight, persistent=False)
+        has_pieces = plain.weight.element_size() == 2 and plain.weight.shape[1] > _LONGEST_WHOLE_SUM
+        is_small = plain.weight.nbytes <= _SMALL_WEIGHT_BYTES
+        self._goes_in_blocks = has_pieces and is_small
+        self._columns = packed.columns(weight, plain.weight) if has_pieces and not is_small else None
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] -> [N, O]"""
         if not self._goes_in_blocks:
-            return self._product(x_NI)
+            return packed.product(x_NI, self.weight, self.bias, self._columns)
         num_rows = len(x_NI)
         padded_NI = F.pad(x_NI, (0, 0, 0, -num_rows % _BLOCK_ROWS))
-        return torch.cat([self._product(block) for block in padded_NI.split(_BLOCK_ROWS)])[:num_rows]
-
-    def _product(self, x_NI: torch.Tensor) -> torch.Tensor:
-        y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias, "none", [], "")
-        return y_NO
+        blocks = [packed.product(each, self.weight, self.bias) for each in padded_NI.split(_BLOCK_ROWS)]
+        return torch.cat(blocks)[:num_rows]
 
     def after_norm(
         self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False

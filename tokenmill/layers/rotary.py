@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokenmill.kernels.lookup import look_up
+
 # Passed on to models, which do not see the kernels.
 from tokenmill.kernels.operands import Rotation as Rotation
 
@@ -58,7 +60,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
         """Cosines and sines, each [T, R] in the model's dtype, times the scaling's attention factor."""
-        return self.cosines_PR.index_select(0, positions_T), self.sines_PR.index_select(0, positions_T)
+        return look_up(self.cosines_PR, positions_T), look_up(self.sines_PR, positions_T)
 
 
 def inverse_frequencies(spec: RopeSpec, positions_P: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -11,6 +11,7 @@ from tokenmill.attention.base import AttentionSpec, Backend, Step, StepLayout
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kvcache.pool import LayerShape, PagePool
 from tokenmill.models import Model
+from tokenmill.runner.one_row import OneRow
 
 
 class Executor:
@@ -21,7 +22,7 @@ class Executor:
         self._pool = pool
         self._specs = specs
         self._backend = backend
-        self._attention = self._open_attention()
+        self._open()
 
     @property
     def pool(self) -> PagePool:
@@ -39,22 +40,33 @@ class Executor:
 
         The keys and values of all tokens are in the pool afterwards.
         """
+        if needed_N is None or len(needed_N) == 1:
+            hidden_TD = self._one_row.forward(token_ids_T, layout)
+            if hidden_TD is not None:
+                return hidden_TD
         self._attention.plan(layout)
         return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
 
     def release_pool(self) -> None:
         """Free the keys and values; nothing can run until `restore_pool`."""
-        del self._attention
+        del self._attention, self._one_row
         self._pool.release()
 
     def restore_pool(self) -> None:
         """Take memory for keys and values again, all zero, at other addresses."""
         self._pool.allocate()
-        self._attention = self._open_attention()
+        self._open()
 
-    def _open_attention(self) -> Backend:
+    def weights_moved(self) -> None:
+        """The model's weights may lie elsewhere now."""
+        self._one_row = OneRow(self._model, self._attention)
+
+    def _open(self) -> None:
         pool = self._pool
-        return create_backend(self._backend, self._specs, pool.keys, pool.values, pool.page_size)
+        self._attention: Backend = create_backend(
+            self._backend, self._specs, pool.keys, pool.values, pool.page_size
+        )
+        self._one_row = OneRow(self._model, self._attention)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocabulary] in the model's dtype."""

@@ -102,9 +102,9 @@ class LocalRunner:
             "expect_masks": self._expect_masks,
             "start_profile": self._profiler.start,
             "stop_profile": self._profiler.stop,
-            "update_weights_from_disk": self._weights.update_from_disk,
-            "update_weights_from_tensor": self._weights.update_from_tensor,
-            "get_weights_by_name": self._weights.read,
+            "update_weights_from_disk": partial(self._with_weights, self._weights.update_from_disk),
+            "update_weights_from_tensor": partial(self._with_weights, self._weights.update_from_tensor),
+            "get_weights_by_name": partial(self._with_weights, self._weights.read),
             "release_memory": self._release_memory,
             "resume_memory": self._resume_memory,
             "open_graphs": self._reopen_graphs,
@@ -260,6 +260,13 @@ class LocalRunner:
         sources = torch.from_numpy(plan.copy_sources.astype(np.int64)).to(self._device)
         targets = torch.from_numpy(plan.copy_targets.astype(np.int64)).to(self._device)
         self._executor.pool.copy_pages(sources, targets)
+
+    def _with_weights(self, work: Callable[..., Any], **arguments: Any) -> Any:
+        """Do something to the weights, which on a CPU puts them elsewhere."""
+        try:
+            return work(**arguments)
+        finally:
+            self._executor.weights_moved()
 
     def _release_memory(self, *, tags: Collection[str]) -> None:
         """Give up what the tags name, and the graphs, which hold addresses of everything."""

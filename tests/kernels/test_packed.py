@@ -1,0 +1,81 @@
+"""Products of one row with weights in oneDNN's order, against sums in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmill.kernels import native, native_calls, packed
+from tokenmill.kernels.native_calls import ColumnWeight
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(native.library(torch.bfloat16) is None, reason="there is no C compiler"),
+]
+PACKS = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this machine does not pack bfloat16"
+)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def in_columns(weight_OI: torch.Tensor, width: int) -> ColumnWeight:
+    """A weight as a processor would want it whose columns are so wide."""
+    num_outputs, num_inputs = weight_OI.shape
+    padded_OI = torch.zeros(-(-num_outputs // width) * width, num_inputs + 32, dtype=weight_OI.dtype)
+    padded_OI[:num_outputs, :num_inputs] = weight_OI
+    ordered = padded_OI.view(-1, width, padded_OI.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return ColumnWeight(ordered.data_ptr(), ordered, num_outputs, num_inputs, padded_OI.shape[1], width=width)
+
+
+def assert_close(
+    ours: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    unit = torch.finfo(x.dtype).eps * float(exact.abs().max())
+    assert torch.allclose(ours.double(), exact, rtol=0, atol=unit)
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 2), (96, 64), (1000, 70), (47, 4096)])
+def test_columns_of_any_width(num_outputs: int, num_inputs: int, width: int) -> None:
+    kernels = native.library(torch.bfloat16)
+    assert kernels is not None
+    x, weight = numbers(1, num_inputs), numbers(num_outputs, num_inputs)
+    for bias in (None, numbers(num_outputs)):
+        ours = native_calls.product(kernels, x, in_columns(weight, width), bias)
+        assert ours.shape == (1, num_outputs)
+        assert_close(ours, x, weight, bias)
+
+
+@PACKS
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1000, 768), (768, 1026), (33, 64)])
+def test_what_onednn_packed_is_read_where_it_lies(num_outputs: int, num_inputs: int) -> None:
+    weight, bias = numbers(num_outputs, num_inputs), numbers(num_outputs)
+    packed_weight = packed.pack(weight)
+    columns = packed.columns(packed_weight, weight)
+    if columns is None:
+        pytest.skip("oneDNN's order on this machine is none that the kernel knows")
+    for num_rows in (1, 2):
+        x = numbers(num_rows, num_inputs)
+        assert_close(packed.product(x, packed_weight, bias, columns), x, weight, bias)
+
+
+@PACKS
+def test_another_order_is_noticed() -> None:
+    """A weight that does not lie as the kernel expects is left to oneDNN."""
+    weight = numbers(200, 600)
+    assert packed.columns(packed.pack(weight.flip(0)), weight) is None
+    assert packed.columns(packed.pack(weight[:, :599].contiguous()), weight[:, :599].contiguous()) is None
+
+
+def test_infinities_and_nan_of_one_row() -> None:
+    kernels = native.library(torch.bfloat16)
+    assert kernels is not None
+    weight = numbers(40, 64).abs()
+    weight[3, 5], weight[20, 9] = torch.inf, torch.nan
+    ours = native_calls.product(kernels, torch.ones(1, 64).bfloat16(), in_columns(weight, 32), None)[0]
+    assert ours[3] == torch.inf
+    assert ours.isnan().nonzero().tolist() == [[20]]

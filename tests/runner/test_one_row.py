@@ -1,0 +1,152 @@
+"""Steps of one row on a CPU, recorded once and replayed, give what the same steps give call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenmill as sgl
+from tokenmill.kernels import native, packed
+from tokenmill.runner.one_row import OneRow
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(native.library(torch.bfloat16) is None, reason="there is no C compiler"),
+    pytest.mark.skipif(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this machine does not pack bfloat16"
+    ),
+]
+Make = Callable[..., Path]
+# Large enough that every weight is streamed for one row.
+SIZES = {
+    "hidden_size": 768,
+    "intermediate_size": 832,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 48},
+}
+PROMPT = list(range(3, 40))
+
+
+def arguments(num_tokens: int, **more: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, **more}
+
+
+def told(result: dict[str, Any]) -> tuple[list[int], list[float]]:
+    logprobs = [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
+    return result["output_ids"], logprobs
+
+
+def engine(folder: Path) -> sgl.Engine:
+    return sgl.Engine(
+        model_path=str(folder), device="cpu", dtype="bfloat16", max_total_tokens=2048, page_size=16
+    )
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each pass was recorded or replayed."""
+    seen: list[bool] = []
+    forward = OneRow.forward
+
+    def watched(self: OneRow, *given: Any) -> torch.Tensor | None:
+        made = forward(self, *given)
+        seen.append(made is not None)
+        return made
+
+    monkeypatch.setattr(OneRow, "forward", watched)
+    return seen
+
+
+def call_by_call(monkeypatch: pytest.MonkeyPatch, folder: Path, **given: Any) -> dict[str, Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(OneRow, "forward", lambda *_: None)
+        with engine(folder) as llm:
+            return llm.generate(**given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logprobs_are_those_of_the_calls(
+    family: str, make_model: Make, monkeypatch: pytest.MonkeyPatch, replays: list[bool]
+) -> None:
+    """Long enough for the recorded page table to become too narrow twice."""
+    folder = make_model(family, dtype="bfloat16", **SIZES, **FAMILIES[family])
+    expected = call_by_call(monkeypatch, folder, **arguments(160))
+    with engine(folder) as llm:
+        assert told(llm.generate(**arguments(160))) == told(expected)
+        if packed_here():
+            assert sum(replays) >= 159
+        llm.flush_cache()
+        assert told(llm.generate(**arguments(160))) == told(expected), "with another page table"
+
+
+def packed_here() -> bool:
+    """Whether the kernels know the order in which oneDNN packs here."""
+    weight = torch.randn(1280, 768).bfloat16()
+    return packed.columns(packed.pack(weight), weight) is not None
+
+
+def test_rows_that_come_and_go(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is alone, then in company, then alone again; its hidden states are its own."""
+    folder = make_model("qwen3", dtype="bfloat16", **SIZES)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[5:]]
+    params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in (40, 9, 20)]
+    given: dict[str, Any] = {
+        "input_ids": prompts, "sampling_params": params, "return_hidden_states": True,
+    }  # fmt: skip
+    expected = call_by_call(monkeypatch, folder, **given)
+    with engine(folder) as llm:
+        made = llm.generate(**given)
+    assert made["output_ids"] == expected["output_ids"]
+    for row in range(3):
+        ours, theirs = (each[row]["meta_info"]["hidden_states"] for each in (made, expected))
+        assert ours == theirs
+
+
+def test_new_weights_are_used(make_model: Make) -> None:
+    old = make_model("llama", dtype="bfloat16", **SIZES)
+    name = "model.layers.1.mlp.down_proj.weight"
+    other = torch.randn(768, 832, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with engine(old) as llm:
+        before = told(llm.generate(**arguments(12)))
+        assert llm.get_weights_by_name(name) is not None
+        assert told(llm.generate(**arguments(12))) == before
+        llm.update_weights_from_tensor([(name, other)])
+        llm.flush_cache()
+        changed = told(llm.generate(**arguments(12)))
+        assert changed != before
+    with engine(old) as llm:
+        llm.update_weights_from_tensor([(name, other)])
+        assert told(llm.generate(**arguments(12))) == changed
+
+
+def test_memory_given_back_and_taken_again(make_model: Make) -> None:
+    with engine(make_model("llama", dtype="bfloat16", **SIZES)) as llm:
+        before = told(llm.generate(**arguments(12)))
+        llm.release_memory_occupation()
+        llm.resume_memory_occupation()
+        assert told(llm.generate(**arguments(12))) == before
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_ever(make_model: Make, replays: list[bool]) -> None:
+    """Small products are oneDNN's, and so is all of float32."""
+    for settings in ({"dtype": "bfloat16"}, {"dtype": "float32", **SIZES}):
+        with sgl.Engine(
+            model_path=str(make_model("llama", **settings)),
+            device="cpu",
+            dtype=settings["dtype"],
+            max_total_tokens=512,
+        ) as llm:
+            assert len(llm.generate(**arguments(8))["output_ids"]) == 8
+    assert not any(replays)

@@ -1,0 +1,197 @@
+"""The calls of the C kernels of `cpu.c`: a function or method for each, over tensors.
+
+Letters: T tokens, H query heads, K key heads, D head size, R half of the rotated dimensions; N pages of a
+cache, B tokens of a page; V rows of a table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_long, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.kernels.tape import recorded
+
+
+def _structure(name: str, pointers: str, numbers: str, *floats: str) -> type[ctypes.Structure]:
+    """A struct of cpu.c: pointers first, then whole numbers, then floats."""
+    fields: list[tuple[str, type]] = [(field, c_void_p) for field in pointers.split()]
+    fields += [(field, c_long) for field in numbers.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields + [(field, c_float) for field in floats]})
+
+
+_Caches = _structure(
+    "_Caches", "keys values", "stride_page stride_token stride_head page_size heads head_dim"
+)
+# By the names of the functions.
+_ARGUMENTS = {
+    "look_up": _structure("_Lookup", "table ids out", "num_ids num_rows size"),
+    "product": _structure(
+        "_Product", "x weight bias out", "num_inputs num_outputs padded_inputs width threads"
+    ),
+    "rms_norm": _structure(
+        "_Norm",
+        "x residual weight out total",
+        "outer inner stride_outer stride_inner size threads",
+        "epsilon",
+    ),
+    "gated_silu": _structure("_Gate", "gate_up out", "num_rows size threads"),
+    "rotate": _structure(
+        "_Rotation",
+        "x cosines sines out",
+        "num_tokens heads stride_token stride_head head_dim half threads",
+    ),
+    "store": _structure(
+        "_Stored", "caches k v slots", "num_tokens stride_kt stride_kh stride_vt stride_vh threads"
+    ),
+    "decode": _structure(
+        "_Decode",
+        "caches q page_table lengths out",
+        "num_rows stride_qt stride_qh stride_table group window threads",
+        "scale",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnWeight:
+    """A weight [O, I] in memory as oneDNN keeps bfloat16: columns of `width` outputs, in each the inputs in
+    pairs; padded to whole columns and to `padded_inputs`."""
+
+    address: int
+    owner: object  # of the memory
+    num_outputs: int
+    num_inputs: int
+    padded_inputs: int
+    width: int  # 16, 32, 48 or 64
+
+
+_Argument = torch.Tensor | ColumnWeight | ctypes.Structure | int | float | None
+
+
+def _call(kernels: ctypes.CDLL, name: str, *arguments: _Argument) -> None:
+    """Call a kernel with the fields of its struct; tensors stand for their addresses."""
+    structure = _ARGUMENTS[name](*map(_value, arguments))
+    getattr(kernels, name)(ctypes.byref(structure))
+    tape = recorded()
+    if tape is not None:
+        tape.add(kernels, name, structure, arguments)
+
+
+def _value(argument: _Argument) -> int | float | None:
+    match argument:
+        case torch.Tensor():
+            return argument.data_ptr()
+        case ColumnWeight():
+            return argument.address
+        case ctypes.Structure():
+            return ctypes.addressof(argument)
+        case _:
+            return argument
+
+
+def look_up(kernels: ctypes.CDLL, table_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    """Rows of a table by ids (int64), both contiguous; NaN where there is no such row."""
+    num_rows, size = table_VD.shape
+    out_TD = torch.empty((len(ids_T), size), dtype=table_VD.dtype)
+    _call(kernels, "look_up", table_VD, ids_T, out_TD, len(ids_T), num_rows, size)
+    return out_TD
+
+
+def product(
+    kernels: ctypes.CDLL, x_1I: torch.Tensor, weight: ColumnWeight, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    """`x W^T + b` of one contiguous row in bfloat16, summed in float32; an even number of inputs."""
+    out_1O = torch.empty((1, weight.num_outputs), dtype=x_1I.dtype)
+    _call(
+        kernels, "product", x_1I, weight, bias_O, out_1O,
+        weight.num_inputs, weight.num_outputs, weight.padded_inputs, weight.width, torch.get_num_threads(),
+    )  # fmt: skip
+    return out_1O
+
+
+def rms_norm(kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """As `norm.rms_norm_torch`, of `x` with two or three dimensions, the last one contiguous."""
+    inner = x.shape[-2] if x.dim() == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _call(
+        kernels, "rms_norm", x, None, weight, out, None,
+        x.shape[0], inner, x.stride(0), x.stride(-2), x.shape[-1], torch.get_num_threads(), epsilon,
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    kernels: ctypes.CDLL, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(norm of the sum, sum)`; both inputs contiguous."""
+    out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    num_rows, size = x_TD.shape
+    _call(
+        kernels, "rms_norm", x_TD, residual_TD, weight, out_TD, total_TD,
+        num_rows, 1, size, size, size, torch.get_num_threads(), epsilon,
+    )  # fmt: skip
+    return out_TD, total_TD
+
+
+def gated_silu(kernels: ctypes.CDLL, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """As `activation.gated_silu_torch`, of a contiguous tensor."""
+    num_rows, width = gate_up_T2F.shape
+    out_TF = torch.empty((num_rows, width // 2), dtype=gate_up_T2F.dtype)
+    _call(kernels, "gated_silu", gate_up_T2F, out_TF, num_rows, width // 2, torch.get_num_threads())
+    return out_TF
+
+
+def rotate(
+    kernels: ctypes.CDLL, x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
+) -> torch.Tensor:
+    """The rotation of `rotary.rotate_torch` for queries or for keys; contiguous cosines and sines."""
+    num_tokens, num_heads, head_dim = x_THD.shape
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+    _call(
+        kernels, "rotate", x_THD, cos_TR, sin_TR, out_THD,
+        num_tokens, num_heads, x_THD.stride(0), x_THD.stride(1), head_dim, cos_TR.shape[1],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out_THD
+
+
+class PagedCaches:
+    """Keys and values [N, B, K, D] of one layer as the kernels see them. Keeps the tensors alive."""
+
+    def __init__(self, kernels: ctypes.CDLL, keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> None:
+        assert keys_NBKD.stride() == values_NBKD.stride(), "keys and values must be laid out alike"
+        assert keys_NBKD.stride(3) == 1
+        self._kernels = kernels
+        self._tensors = (keys_NBKD, values_NBKD)
+        self._num_heads = keys_NBKD.shape[2]
+        self._layout = _Caches(
+            keys_NBKD.data_ptr(), values_NBKD.data_ptr(), *keys_NBKD.stride()[:3], *keys_NBKD.shape[1:]
+        )
+
+    def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
+        """Write token t to slot `slots_T[t]` (int64, page * B + offset)."""
+        _call(
+            self._kernels, "store", self._layout, k_TKD, v_TKD, slots_T, len(slots_T),
+            k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def decode(
+        self,
+        q_RHD: torch.Tensor,
+        page_table_RP: torch.Tensor,
+        lengths_R: torch.Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        out_RHD: torch.Tensor,
+    ) -> None:
+        """Attention of each row's last token, into the contiguous `out_RHD`; tables and lengths int32."""
+        num_rows, num_heads, _ = q_RHD.shape
+        _call(
+            self._kernels, "decode", self._layout, q_RHD, page_table_RP, lengths_R, out_RHD,
+            num_rows, q_RHD.stride(0), q_RHD.stride(1), page_table_RP.stride(0),
+            num_heads // self._num_heads, window or 0, torch.get_num_threads(), scale,
+        )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Products with weights in oneDNN's order on a CPU: by oneDNN, and of one row by a kernel that streams them.
+
+oneDNN chooses the order, and hands out the bytes; a weight whose order is none that the kernel knows is
+left to oneDNN. Letters: N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tokenmill.kernels import native, native_calls
+from tokenmill.kernels.native_calls import ColumnWeight
+
+# Rows of input for which oneDNN lays the weights out; decoding has few rows, and few rows gain most.
+_EXPECTED_ROWS = 16
+_WIDTHS = (16, 32, 48, 64)  # of columns that the kernel knows
+
+
+def pack(weight_OI: torch.Tensor) -> torch.Tensor:
+    """The weight in oneDNN's order for products of few rows."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _EXPECTED_ROWS)
+    return packed
+
+
+def product(
+    x_NI: torch.Tensor,
+    packed: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    columns: ColumnWeight | None = None,
+) -> torch.Tensor:
+    """`x W^T + b` [N, O] of a packed weight; with `columns`, one row is streamed."""
+    if columns is not None and len(x_NI) == 1:
+        kernels = native.for_tensor(x_NI)
+        assert kernels is not None, "who has columns has kernels"
+        return native_calls.product(kernels, x_NI.contiguous(), columns, bias_O)
+    y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, packed, bias_O, "none", [], "")
+    return y_NO
+
+
+def columns(packed: torch.Tensor, weight_OI: torch.Tensor) -> ColumnWeight | None:
+    """The bytes of a packed weight for the kernel; None where it cannot read them, or there is no kernel."""
+    num_outputs, num_inputs = weight_OI.shape
+    if weight_OI.dtype != torch.bfloat16 or native.for_tensor(weight_OI) is None:
+        return None
+    if num_inputs % 2 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    numbers = _numbers(packed)
+    for width in _WIDTHS:
+        padded_inputs, rest = divmod(len(numbers), -(-num_outputs // width) * width)
+        if not rest and padded_inputs >= num_inputs and _is_ordered(numbers, weight_OI, width):
+            return ColumnWeight(
+                numbers.data_ptr(), packed, num_outputs, num_inputs, padded_inputs, width=width
+            )
+    return None
+
+
+def _numbers(packed: torch.Tensor) -> torch.Tensor:
+    """What a packed weight has in memory (bfloat16, 1-D); valid as long as the weight is."""
+    address, num_bytes = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.bfloat16)
+
+
+def _is_ordered(numbers: torch.Tensor, weight_OI: torch.Tensor, width: int) -> bool:
+    """Whether the first and the last column of outputs lie as they should."""
+    num_outputs, num_inputs = weight_OI.shape
+    found = numbers.view(torch.int16).view(-(-num_outputs // width), -1, width, 2)[:, : num_inputs // 2]
+    bits_OI = weight_OI.view(torch.int16)  # a NaN equals itself
+    for column in (0, len(found) - 1):
+        outputs = bits_OI[column * width : (column + 1) * width]
+        expected = outputs.unflatten(1, (-1, 2)).transpose(0, 1)
+        if not torch.equal(found[column, :, : len(outputs)], expected):
+            return False
+    return True
