@@ -1,4 +1,4 @@
-"""Products of one row with weights in oneDNN's order, against sums in float64."""
+"""Products of few rows with weights in oneDNN's order, against sums in float64."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 from tokenmill.kernels import native, native_calls, packed
 from tokenmill.kernels.native_calls import ColumnWeight
 
+KERNELS = native.library(torch.bfloat16)
+TILED = KERNELS is not None and native_calls.most_tiled_rows(KERNELS) > 0
+NAMES = ["product_of_row", "product_in_tiles"] if TILED else ["product_of_row"]
 pytestmark = [
     pytest.mark.cpu,
-    pytest.mark.skipif(native.library(torch.bfloat16) is None, reason="there is no C compiler"),
+    pytest.mark.skipif(KERNELS is None, reason="there is no C compiler"),
 ]
 PACKS = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this machine does not pack bfloat16"
@@ -39,26 +42,38 @@ def assert_close(
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 2), (96, 64), (1000, 70), (47, 4096)])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 32), (96, 64), (1000, 96), (47, 4096)])
 def test_columns_of_any_width(num_outputs: int, num_inputs: int, width: int) -> None:
-    kernels = native.library(torch.bfloat16)
-    assert kernels is not None
-    x, weight = numbers(1, num_inputs), numbers(num_outputs, num_inputs)
-    for bias in (None, numbers(num_outputs)):
-        ours = native_calls.product(kernels, x, in_columns(weight, width), bias)
-        assert ours.shape == (1, num_outputs)
-        assert_close(ours, x, weight, bias)
+    assert KERNELS is not None
+    weight = numbers(num_outputs, num_inputs)
+    for name in NAMES:
+        for num_rows in (1,) if name == "product_of_row" else (1, 2, 15, 16, 17, 31, 32):
+            x = numbers(num_rows, num_inputs)
+            for bias in (None, numbers(num_outputs)):
+                ours = native_calls.product(KERNELS, name, x, in_columns(weight, width), bias)
+                assert ours.shape == (num_rows, num_outputs)
+                assert_close(ours, x, weight, bias)
+
+
+@pytest.mark.skipif(not TILED, reason="this machine has no tiles")
+def test_tiles_sum_a_row_alone_as_in_company() -> None:
+    assert KERNELS is not None
+    x, weight = numbers(32, 1024), in_columns(numbers(500, 1024), 32)
+    whole = native_calls.product(KERNELS, "product_in_tiles", x, weight, None)
+    for row in range(32):
+        alone = native_calls.product(KERNELS, "product_in_tiles", x[row : row + 1], weight, None)
+        assert torch.equal(alone[0], whole[row])
 
 
 @PACKS
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1000, 768), (768, 1026), (33, 64)])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1000, 768), (768, 1056), (33, 64)])
 def test_what_onednn_packed_is_read_where_it_lies(num_outputs: int, num_inputs: int) -> None:
     weight, bias = numbers(num_outputs, num_inputs), numbers(num_outputs)
     packed_weight = packed.pack(weight)
     columns = packed.columns(packed_weight, weight)
     if columns is None:
         pytest.skip("oneDNN's order on this machine is none that the kernel knows")
-    for num_rows in (1, 2):
+    for num_rows in (1, 2, 32, 33):
         x = numbers(num_rows, num_inputs)
         assert_close(packed.product(x, packed_weight, bias, columns), x, weight, bias)
 
@@ -66,16 +81,16 @@ def test_what_onednn_packed_is_read_where_it_lies(num_outputs: int, num_inputs: 
 @PACKS
 def test_another_order_is_noticed() -> None:
     """A weight that does not lie as the kernel expects is left to oneDNN."""
-    weight = numbers(200, 600)
+    weight = numbers(200, 640)
     assert packed.columns(packed.pack(weight.flip(0)), weight) is None
-    assert packed.columns(packed.pack(weight[:, :599].contiguous()), weight[:, :599].contiguous()) is None
+    assert packed.columns(packed.pack(weight), weight.flip(1)) is None
 
 
-def test_infinities_and_nan_of_one_row() -> None:
-    kernels = native.library(torch.bfloat16)
-    assert kernels is not None
+def test_infinities_and_nan_stay_what_they_are() -> None:
+    assert KERNELS is not None
     weight = numbers(40, 64).abs()
     weight[3, 5], weight[20, 9] = torch.inf, torch.nan
-    ours = native_calls.product(kernels, torch.ones(1, 64).bfloat16(), in_columns(weight, 32), None)[0]
-    assert ours[3] == torch.inf
-    assert ours.isnan().nonzero().tolist() == [[20]]
+    for name in NAMES:
+        ours = native_calls.product(KERNELS, name, torch.ones(1, 64).bfloat16(), in_columns(weight, 32), None)
+        assert ours[0, 3] == torch.inf
+        assert ours.isnan().nonzero().tolist() == [[0, 20]]

@@ -11,7 +11,7 @@ from tokenmill.kernels import native
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.lookup import look_up, look_up_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
-from tokenmill.kernels.tape import NotRecordable, recorded, recording
+from tokenmill.kernels.tape import NotRecordable, TapeMemory, recorded, recording
 
 pytestmark = [
     pytest.mark.cpu,
@@ -30,7 +30,7 @@ def test_a_replay_computes_from_new_inputs() -> None:
     weight, x = torch.randn(64), torch.randn(2, 64)
     kept = x.clone()
     with torch.inference_mode():
-        with recording() as tape:
+        with recording(TapeMemory()) as tape:
             made = block(x, weight)
         assert torch.equal(made, block(kept, weight)), "the recorded pass computes, too"
         other = torch.randn(2, 64)
@@ -45,7 +45,7 @@ def test_what_torch_computes_cannot_be_recorded() -> None:
     x, weight = torch.randn(2, 64), torch.ones(64)
     for inference in (True, False):
         with torch.inference_mode(inference):
-            with pytest.raises(NotRecordable, match="add"), recording():
+            with pytest.raises(NotRecordable, match="add"), recording(TapeMemory()):
                 rms_norm(x, weight, 1e-6) + 1
             assert recorded() is None
             assert (rms_norm(x, weight, 1e-6) + 1).shape == x.shape
@@ -53,7 +53,7 @@ def test_what_torch_computes_cannot_be_recorded() -> None:
 
 def test_other_threads_are_not_recorded() -> None:
     x, weight = torch.randn(2, 64), torch.ones(64)
-    with recording() as tape:
+    with recording(TapeMemory()) as tape:
         thread = threading.Thread(target=lambda: rms_norm(x, weight, 1e-6) + 1)
         thread.start()
         thread.join()
@@ -76,3 +76,38 @@ def test_rows_of_a_table(dtype: torch.dtype) -> None:
         True,
         True,
     ]
+
+
+def test_memory_is_given_again_when_nobody_has_the_tensor() -> None:
+    memory = TapeMemory()
+    first = memory.like(torch.empty(4, 100))
+    assert memory.owns(first)
+    assert not memory.owns(torch.empty(4, 100))
+    view = first.view(-1)[1:]
+    del first
+    second = memory.like(torch.empty(4, 100))
+    assert memory.num_bytes == 3200, "a view still has the first"
+    address = view.data_ptr() - 4
+    del view
+    third = memory.like(torch.empty(399))
+    assert third.data_ptr() == address
+    assert memory.num_bytes == 3200
+    assert memory.like(torch.empty(2)).data_ptr() not in (second.data_ptr(), address)
+
+
+def test_tapes_share_their_memory() -> None:
+    """Two recorded steps compute in the same place, one after the other."""
+    memory, weight = TapeMemory(), torch.randn(64)
+    inputs = [torch.randn(2, 64), torch.randn(2, 64)]
+    steps = []
+    for x in inputs:
+        with recording(memory) as tape:
+            steps.append((tape, block(x, weight)))
+        if x is inputs[0]:
+            taken = memory.num_bytes
+    assert memory.num_bytes < 2 * taken
+    for _ in range(2):
+        for x, (tape, made) in zip(inputs, steps, strict=True):
+            x.normal_()
+            tape.replay()
+            assert torch.equal(made, block(x, weight))

@@ -7,8 +7,12 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #if BFLOAT16
@@ -145,7 +149,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 struct product {
     const element *x, *weight, *bias; /* bias: NULL for none */
     element *out;
-    long num_inputs, num_outputs, padded_inputs, width, threads; /* an even number of inputs */
+    long num_rows, num_inputs, num_outputs, padded_inputs, width, threads; /* an even number of inputs */
 };
 
 /* sum + the products with two inputs */
@@ -188,8 +192,121 @@ static void multiply_column(const void *arguments, long column) {
 }
 
 /* x W^T + b of one row. */
-void product(const struct product *a) {
+void product_of_row(const struct product *a) {
     share(multiply_column, a, (a->num_outputs + a->width - 1) / a->width, 1, a->threads);
+}
+
+/* ── product of few rows, in tiles ─────────────────────────────────────────────────────── */
+
+#ifdef __AMX_BF16__
+enum { TILE_ROWS = 16, TILE_INPUTS = 32 };
+
+struct tile_shapes { /* what LDTILECFG reads */
+    uint8_t palette, start_row, unused[14];
+    uint16_t bytes_of_row[16];
+    uint8_t rows[16];
+};
+
+/* Sums in tiles 0 to 3, of 16 rows and 16 outputs each; 4 and 5 hold rows, 6 and 7 outputs. */
+static void shape_tiles(long num_rows) {
+    const long above = num_rows < TILE_ROWS ? num_rows : TILE_ROWS, below = num_rows - above;
+    struct tile_shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        const int is_below = tile == 2 || tile == 3 || tile == 5;
+        shapes.bytes_of_row[tile] = 64;
+        shapes.rows[tile] = tile >= 6 ? 16 : is_below ? (below ? below : 1) : above;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+static inline void write_sums(const struct product *a, const float *sums, long first, long count, long begin) {
+    const long end = begin + 16 < a->num_outputs ? begin + 16 : a->num_outputs;
+    for (long row = 0; row < count; row++) {
+        element *out = a->out + (first + row) * a->num_outputs;
+        for (long o = begin; o < end; o++)
+            out[o] = narrow(sums[row * 16 + o - begin] + (a->bias ? widen(a->bias[o]) : 0.0f));
+    }
+}
+
+/* 32 outputs (16 if not `wide`) from `begin` on, of all rows, which are more than 16 if `tall`. */
+static inline __attribute__((always_inline)) void multiply_tiles(const struct product *a, long begin, const int wide,
+                                                                  const int tall) {
+    const element *weights = a->weight + begin / a->width * a->width * a->padded_inputs + begin % a->width * 2;
+    const long x_stride = a->num_inputs * sizeof(element), weight_stride = a->width * 4;
+    float sums[4][16 * 16];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long i = 0; i < a->num_inputs; i += TILE_INPUTS, weights += TILE_INPUTS * a->width) {
+        for (long line = 0; line < 16; line++) {
+            __builtin_prefetch((const char *)weights + line * weight_stride + 4 * AHEAD);
+            if (wide) __builtin_prefetch((const char *)weights + line * weight_stride + 64 + 4 * AHEAD);
+        }
+        _tile_loadd(4, a->x + i, x_stride);
+        _tile_loadd(6, weights, weight_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        if (wide) {
+            _tile_loadd(7, weights + 32, weight_stride);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (tall) {
+            _tile_loadd(5, a->x + TILE_ROWS * a->num_inputs + i, x_stride);
+            _tile_dpbf16ps(2, 5, 6);
+            if (wide) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    const long above = tall ? TILE_ROWS : a->num_rows, below = a->num_rows - above;
+    write_sums(a, sums[0], 0, above, begin);
+    write_sums(a, sums[2], TILE_ROWS, below, begin);
+    if (wide) {
+        write_sums(a, sums[1], 0, above, begin + 16);
+        write_sums(a, sums[3], TILE_ROWS, below, begin + 16);
+    }
+}
+
+static void multiply_column_in_tiles(const void *arguments, long column) {
+    const struct product *a = arguments;
+    const int tall = a->num_rows > TILE_ROWS;
+    shape_tiles(a->num_rows);
+    long output = 0;
+    for (; output + 32 <= a->width; output += 32)
+        if (tall) multiply_tiles(a, column * a->width + output, 1, 1);
+        else multiply_tiles(a, column * a->width + output, 1, 0);
+    if (output < a->width) {
+        if (tall) multiply_tiles(a, column * a->width + output, 0, 1);
+        else multiply_tiles(a, column * a->width + output, 0, 0);
+    }
+    _tile_release();
+}
+
+/* Linux lets a process use tiles once it has asked. */
+static int may_use_tiles(void) {
+    static int answer = -1;
+    if (answer < 0) answer = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+    return answer;
+}
+#endif
+
+/* The most rows for which tiles keep up with memory; 0 where there are none. */
+long most_tiled_rows(void) {
+#ifdef __AMX_BF16__
+    if (may_use_tiles()) return 2 * TILE_ROWS;
+#endif
+    return 0;
+}
+
+/* x W^T + b of at most `most_tiled_rows` rows with whole tiles of inputs. */
+void product_in_tiles(const struct product *a) {
+#ifdef __AMX_BF16__
+    share(multiply_column_in_tiles, a, (a->num_outputs + a->width - 1) / a->width, 1, a->threads);
+#else
+    (void)a;
+#endif
 }
 #endif
 

@@ -7,58 +7,39 @@ cache, B tokens of a page; V rows of a table.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
+from struct import Struct
+from typing import Protocol
 
 import torch
 
 from tokenmill.kernels.tape import recorded
 
-
-def _structure(name: str, pointers: str, numbers: str, *floats: str) -> type[ctypes.Structure]:
-    """A struct of cpu.c: pointers first, then whole numbers, then floats."""
-    fields: list[tuple[str, type]] = [(field, c_void_p) for field in pointers.split()]
-    fields += [(field, c_long) for field in numbers.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields + [(field, c_float) for field in floats]})
-
-
-_Caches = _structure(
-    "_Caches", "keys values", "stride_page stride_token stride_head page_size heads head_dim"
-)
-# By the names of the functions.
+# The structs of cpu.c by the names of the functions: P addresses, l whole numbers, f floats, in their order.
 _ARGUMENTS = {
-    "look_up": _structure("_Lookup", "table ids out", "num_ids num_rows size"),
-    "product": _structure(
-        "_Product", "x weight bias out", "num_inputs num_outputs padded_inputs width threads"
-    ),
-    "rms_norm": _structure(
-        "_Norm",
-        "x residual weight out total",
-        "outer inner stride_outer stride_inner size threads",
-        "epsilon",
-    ),
-    "gated_silu": _structure("_Gate", "gate_up out", "num_rows size threads"),
-    "rotate": _structure(
-        "_Rotation",
-        "x cosines sines out",
-        "num_tokens heads stride_token stride_head head_dim half threads",
-    ),
-    "store": _structure(
-        "_Stored", "caches k v slots", "num_tokens stride_kt stride_kh stride_vt stride_vh threads"
-    ),
-    "decode": _structure(
-        "_Decode",
-        "caches q page_table lengths out",
-        "num_rows stride_qt stride_qh stride_table group window threads",
-        "scale",
-    ),
+    "look_up": Struct("3P3l"),
+    "product_of_row": Struct("4P6l"),
+    "product_in_tiles": Struct("4P6l"),
+    "rms_norm": Struct("5P6lf"),
+    "gated_silu": Struct("2P3l"),
+    "rotate": Struct("4P7l"),
+    "store": Struct("4P6l"),
+    "decode": Struct("5P7lf"),
 }
+_CACHES = Struct("2P6l")
+
+
+class Memory(Protocol):
+    """What lies somewhere."""
+
+    def data_ptr(self) -> int:
+        """Where."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnWeight:
     """A weight [O, I] in memory as oneDNN keeps bfloat16: columns of `width` outputs, in each the inputs in
-    pairs; padded to whole columns and to `padded_inputs`."""
+    pairs; padded to whole columns and to `padded_inputs`. The inputs are whole tiles of 32."""
 
     address: int
     owner: object  # of the memory
@@ -67,49 +48,48 @@ class ColumnWeight:
     padded_inputs: int
     width: int  # 16, 32, 48 or 64
 
+    def data_ptr(self) -> int:
+        """See `Memory`."""
+        return self.address
 
-_Argument = torch.Tensor | ColumnWeight | ctypes.Structure | int | float | None
 
-
-def _call(kernels: ctypes.CDLL, name: str, *arguments: _Argument) -> None:
-    """Call a kernel with the fields of its struct; tensors stand for their addresses."""
-    structure = _ARGUMENTS[name](*map(_value, arguments))
-    getattr(kernels, name)(ctypes.byref(structure))
+def _call(kernels: ctypes.CDLL, name: str, memories: tuple[Memory | None, ...], *numbers: float) -> None:
+    """Call a kernel with the fields of its struct: addresses, then numbers."""
+    addresses = [0 if memory is None else memory.data_ptr() for memory in memories]
+    arguments = _ARGUMENTS[name].pack(*addresses, *numbers)
+    getattr(kernels, name)(arguments)
     tape = recorded()
     if tape is not None:
-        tape.add(kernels, name, structure, arguments)
-
-
-def _value(argument: _Argument) -> int | float | None:
-    match argument:
-        case torch.Tensor():
-            return argument.data_ptr()
-        case ColumnWeight():
-            return argument.address
-        case ctypes.Structure():
-            return ctypes.addressof(argument)
-        case _:
-            return argument
+        tape.add(kernels, name, arguments, memories)
 
 
 def look_up(kernels: ctypes.CDLL, table_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
     """Rows of a table by ids (int64), both contiguous; NaN where there is no such row."""
     num_rows, size = table_VD.shape
     out_TD = torch.empty((len(ids_T), size), dtype=table_VD.dtype)
-    _call(kernels, "look_up", table_VD, ids_T, out_TD, len(ids_T), num_rows, size)
+    _call(kernels, "look_up", (table_VD, ids_T, out_TD), len(ids_T), num_rows, size)
     return out_TD
 
 
+def most_tiled_rows(kernels: ctypes.CDLL) -> int:
+    """The most rows for `product_in_tiles` on this machine; 0: it has no tiles (AMX)."""
+    return int(kernels.most_tiled_rows())
+
+
 def product(
-    kernels: ctypes.CDLL, x_1I: torch.Tensor, weight: ColumnWeight, bias_O: torch.Tensor | None
+    kernels: ctypes.CDLL, name: str, x_NI: torch.Tensor, weight: ColumnWeight, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    """`x W^T + b` of one contiguous row in bfloat16, summed in float32; an even number of inputs."""
-    out_1O = torch.empty((1, weight.num_outputs), dtype=x_1I.dtype)
+    """`x W^T + b` of contiguous rows in bfloat16, summed in float32, by one of the two kernels.
+
+    Tiles sum in the same order however many rows there are.
+    """
+    out_NO = torch.empty((len(x_NI), weight.num_outputs), dtype=x_NI.dtype)
     _call(
-        kernels, "product", x_1I, weight, bias_O, out_1O,
-        weight.num_inputs, weight.num_outputs, weight.padded_inputs, weight.width, torch.get_num_threads(),
+        kernels, name, (x_NI, weight, bias_O, out_NO),
+        len(x_NI), weight.num_inputs, weight.num_outputs, weight.padded_inputs, weight.width,
+        torch.get_num_threads(),
     )  # fmt: skip
-    return out_1O
+    return out_NO
 
 
 def rms_norm(kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -117,7 +97,7 @@ def rms_norm(kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, epsilo
     inner = x.shape[-2] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype)
     _call(
-        kernels, "rms_norm", x, None, weight, out, None,
+        kernels, "rms_norm", (x, None, weight, out, None),
         x.shape[0], inner, x.stride(0), x.stride(-2), x.shape[-1], torch.get_num_threads(), epsilon,
     )  # fmt: skip
     return out
@@ -130,7 +110,7 @@ def add_rms_norm(
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_rows, size = x_TD.shape
     _call(
-        kernels, "rms_norm", x_TD, residual_TD, weight, out_TD, total_TD,
+        kernels, "rms_norm", (x_TD, residual_TD, weight, out_TD, total_TD),
         num_rows, 1, size, size, size, torch.get_num_threads(), epsilon,
     )  # fmt: skip
     return out_TD, total_TD
@@ -140,7 +120,7 @@ def gated_silu(kernels: ctypes.CDLL, gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """As `activation.gated_silu_torch`, of a contiguous tensor."""
     num_rows, width = gate_up_T2F.shape
     out_TF = torch.empty((num_rows, width // 2), dtype=gate_up_T2F.dtype)
-    _call(kernels, "gated_silu", gate_up_T2F, out_TF, num_rows, width // 2, torch.get_num_threads())
+    _call(kernels, "gated_silu", (gate_up_T2F, out_TF), num_rows, width // 2, torch.get_num_threads())
     return out_TF
 
 
@@ -151,7 +131,7 @@ def rotate(
     num_tokens, num_heads, head_dim = x_THD.shape
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
     _call(
-        kernels, "rotate", x_THD, cos_TR, sin_TR, out_THD,
+        kernels, "rotate", (x_THD, cos_TR, sin_TR, out_THD),
         num_tokens, num_heads, x_THD.stride(0), x_THD.stride(1), head_dim, cos_TR.shape[1],
         torch.get_num_threads(),
     )  # fmt: skip
@@ -167,14 +147,20 @@ class PagedCaches:
         self._kernels = kernels
         self._tensors = (keys_NBKD, values_NBKD)
         self._num_heads = keys_NBKD.shape[2]
-        self._layout = _Caches(
-            keys_NBKD.data_ptr(), values_NBKD.data_ptr(), *keys_NBKD.stride()[:3], *keys_NBKD.shape[1:]
+        self._layout = ctypes.create_string_buffer(
+            _CACHES.pack(
+                keys_NBKD.data_ptr(), values_NBKD.data_ptr(), *keys_NBKD.stride()[:3], *keys_NBKD.shape[1:]
+            )
         )
+
+    def data_ptr(self) -> int:
+        """Address of `struct caches`; see `Memory`."""
+        return ctypes.addressof(self._layout)
 
     def store(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write token t to slot `slots_T[t]` (int64, page * B + offset)."""
         _call(
-            self._kernels, "store", self._layout, k_TKD, v_TKD, slots_T, len(slots_T),
+            self._kernels, "store", (self, k_TKD, v_TKD, slots_T), len(slots_T),
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), torch.get_num_threads(),
         )  # fmt: skip
 
@@ -191,7 +177,7 @@ class PagedCaches:
         """Attention of each row's last token, into the contiguous `out_RHD`; tables and lengths int32."""
         num_rows, num_heads, _ = q_RHD.shape
         _call(
-            self._kernels, "decode", self._layout, q_RHD, page_table_RP, lengths_R, out_RHD,
+            self._kernels, "decode", (self, q_RHD, page_table_RP, lengths_R, out_RHD),
             num_rows, q_RHD.stride(0), q_RHD.stride(1), page_table_RP.stride(0),
             num_heads // self._num_heads, window or 0, torch.get_num_threads(), scale,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Products with weights in oneDNN's order on a CPU: by oneDNN, and of one row by a kernel that streams them.
+"""Products with weights in oneDNN's order on a CPU: by oneDNN, and of few rows by kernels that stream them.
 
 oneDNN chooses the order, and hands out the bytes; a weight whose order is none that the kernel knows is
 left to oneDNN. Letters: N rows, I inputs, O outputs.
@@ -7,6 +7,7 @@ left to oneDNN. Letters: N rows, I inputs, O outputs.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 
@@ -15,6 +16,7 @@ from tokenmill.kernels.native_calls import ColumnWeight
 
 # Rows of input for which oneDNN lays the weights out; decoding has few rows, and few rows gain most.
 _EXPECTED_ROWS = 16
+_TILE_INPUTS = 32
 _WIDTHS = (16, 32, 48, 64)  # of columns that the kernel knows
 
 
@@ -30,11 +32,13 @@ def product(
     bias_O: torch.Tensor | None,
     columns: ColumnWeight | None = None,
 ) -> torch.Tensor:
-    """`x W^T + b` [N, O] of a packed weight; with `columns`, one row is streamed."""
-    if columns is not None and len(x_NI) == 1:
-        kernels = native.for_tensor(x_NI)
-        assert kernels is not None, "who has columns has kernels"
-        return native_calls.product(kernels, x_NI.contiguous(), columns, bias_O)
+    """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed."""
+    kernels = None if columns is None else native.for_tensor(x_NI)
+    if columns is not None and kernels is not None:
+        if 0 < len(x_NI) <= _most_tiled_rows(kernels):
+            return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
+        if len(x_NI) == 1:
+            return native_calls.product(kernels, "product_of_row", x_NI.contiguous(), columns, bias_O)
     y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, packed, bias_O, "none", [], "")
     return y_NO
 
@@ -44,7 +48,7 @@ def columns(packed: torch.Tensor, weight_OI: torch.Tensor) -> ColumnWeight | Non
     num_outputs, num_inputs = weight_OI.shape
     if weight_OI.dtype != torch.bfloat16 or native.for_tensor(weight_OI) is None:
         return None
-    if num_inputs % 2 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+    if num_inputs % _TILE_INPUTS or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return None
     numbers = _numbers(packed)
     for width in _WIDTHS:
@@ -54,6 +58,11 @@ def columns(packed: torch.Tensor, weight_OI: torch.Tensor) -> ColumnWeight | Non
                 numbers.data_ptr(), packed, num_outputs, num_inputs, padded_inputs, width=width
             )
     return None
+
+
+@cache
+def _most_tiled_rows(kernels: ctypes.CDLL) -> int:
+    return native_calls.most_tiled_rows(kernels)
 
 
 def _numbers(packed: torch.Tensor) -> torch.Tensor:

@@ -2,32 +2,78 @@
 
 The CPU's counterpart of a CUDA graph: a replay reads and writes the tensors of the recorded step, so whoever
 records puts new inputs where the old ones were. It spares the host the calls one by one, which in a step of
-one row take as long as the kernels.
+few rows take as long as a third of the kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import c_long, c_void_p
+from ctypes import c_char, c_long, c_void_p
+from itertools import repeat
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch.overrides import TorchFunctionMode
 
-# What takes memory or looks at a tensor in another way: nothing that a replay would have to do again.
-_HARMLESS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
-        "select", "slice", "split", "split_with_sizes", "squeeze", "unsqueeze", "view", "zeros_like",
-    )
-)  # fmt: skip
+# Functions and methods of torch that a replay need not call again: what takes memory, what looks at a tensor,
+# and what shows it in another shape, unless it has to copy for that.
+_TAKES_MEMORY = frozenset({"empty", "empty_like"})
+_LOOKS = frozenset({
+    "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride",
+    "zeros_like",
+})  # fmt: skip
+_RESHAPES = frozenset({
+    "__getitem__", "contiguous", "expand", "flatten", "reshape", "select", "split", "squeeze", "unflatten",
+    "unsqueeze", "view",
+})  # fmt: skip
 
 
 class NotRecordable(Exception):
     """Something ran that no tape holds."""
+
+
+class TapeMemory:
+    """Memory for what recorded steps compute on their way, given again when nobody has the tensor any more.
+
+    Steps that never run at the same time may share one.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []  # uint8
+        self._free: list[torch.Tensor] = []
+        self._given: dict[int, weakref.ref[Any]] = {}  # by address
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this memory."""
+        address = tensor.data_ptr()
+        return any(0 <= address - block.data_ptr() < block.nbytes for block in self._blocks)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this memory, with the shape and dtype of a contiguous one; its numbers are not set."""
+        block = self._block(tensor.nbytes)
+        address = block.data_ptr()
+        # Whoever holds the tensor, or a view of it, holds this object.
+        memory = (c_char * tensor.nbytes).from_address(address)
+        self._given[address] = weakref.ref(memory, lambda _: self._free.append(block))
+        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+    def _block(self, num_bytes: int) -> torch.Tensor:
+        """The smallest free block that is large enough, or a new one."""
+        fitting = [block for block in self._free if num_bytes <= block.nbytes <= 2 * num_bytes]
+        if not fitting:
+            self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
+            return self._blocks[-1]
+        best = min(fitting, key=lambda block: block.nbytes)
+        self._free = [block for block in self._free if block is not best]
+        return best
 
 
 class _Call(ctypes.Structure):
@@ -37,9 +83,10 @@ class _Call(ctypes.Structure):
 
 
 class Tape:
-    """Calls in the order in which they were made. Keeps their tensors alive."""
+    """Calls in the order in which they were made. Keeps alive what they read and write."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: TapeMemory) -> None:
+        self._memory = memory
         self._calls: list[_Call] = []
         self._kept: list[object] = []
         self._kernels: ctypes.CDLL | None = None
@@ -48,14 +95,15 @@ class Tape:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(
-        self, kernels: ctypes.CDLL, name: str, arguments: ctypes.Structure, kept: Sequence[object]
-    ) -> None:
-        """A call that was made, and what its arguments point to."""
-        function = getattr(kernels, name)
-        address = ctypes.cast(function, c_void_p).value
-        self._calls.append(_Call(address, ctypes.addressof(arguments)))
-        self._kept += (arguments, *kept)
+    def add(self, kernels: ctypes.CDLL, name: str, arguments: bytes, kept: Sequence[object]) -> None:
+        """A call that was made: its function, its struct, and what that points to."""
+        struct = ctypes.create_string_buffer(arguments)
+        address = ctypes.cast(getattr(kernels, name), c_void_p).value
+        self._calls.append(_Call(address, ctypes.addressof(struct)))
+        self._kept.append(struct)
+        for each in kept:
+            if not isinstance(each, torch.Tensor) or not self._memory.owns(each):
+                self._kept.append(each)
         self._kernels = kernels
 
     def replay(self) -> None:
@@ -66,24 +114,37 @@ class Tape:
         self._kernels.replay(self._array, c_long(len(self._array)))
 
 
-class _OnlyKernels(TorchDispatchMode):
+class _OnlyKernels(TorchFunctionMode):
     """Nothing of torch may compute while a tape is recorded: a replay would leave it out."""
 
-    def __torch_dispatch__(
+    def __init__(self, memory: TapeMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(
         self,
         function: Any,
         types: Sequence[type],
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] | None = None,
     ) -> Any:
-        keywords = keywords or {}
-        if str(function.overloadpacket) in _HARMLESS:
-            return function(*arguments, **keywords)
-        with self:  # under inference mode, operations made of others come whole
-            made = function.decompose(*arguments, **keywords)
-        if made is NotImplemented:
-            raise NotRecordable(str(function))
+        name = getattr(function, "__name__", str(function))
+        if name not in _LOOKS | _RESHAPES | _TAKES_MEMORY:
+            raise NotRecordable(name)
+        made = function(*arguments, **(keywords or {}))
+        if name in _TAKES_MEMORY:
+            return self._memory.like(made) if made.is_contiguous() and made.nbytes else made
+        if name in _RESHAPES and any(map(_is_elsewhere, _tensors(made), repeat(arguments[0]))):
+            raise NotRecordable(f"{name} copies")
         return made
+
+
+def _tensors(made: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [made] if isinstance(made, torch.Tensor) else made
+
+
+def _is_elsewhere(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 class _Recording(threading.local):
@@ -102,12 +163,12 @@ def recorded() -> Tape | None:
 
 
 @contextmanager
-def recording() -> Iterator[Tape]:
+def recording(memory: TapeMemory) -> Iterator[Tape]:
     """Record what runs inside, while it runs; raises `NotRecordable` at what cannot be."""
-    tape = Tape()
+    tape = Tape(memory)
     _recording.tape = tape
     try:
-        with _OnlyKernels():  # type: ignore[no-untyped-call]
+        with _OnlyKernels(memory):
             yield tape
     finally:
         _recording.tape = None

@@ -11,7 +11,7 @@ from tokenmill.attention.base import AttentionSpec, Backend, Step, StepLayout
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kvcache.pool import LayerShape, PagePool
 from tokenmill.models import Model
-from tokenmill.runner.one_row import OneRow
+from tokenmill.runner.few_rows import FewRows
 
 
 class Executor:
@@ -22,7 +22,8 @@ class Executor:
         self._pool = pool
         self._specs = specs
         self._backend = backend
-        self._open()
+        self._few_rows = FewRows(model)
+        self._attention = self._open_attention()
 
     @property
     def pool(self) -> PagePool:
@@ -40,33 +41,30 @@ class Executor:
 
         The keys and values of all tokens are in the pool afterwards.
         """
-        if needed_N is None or len(needed_N) == 1:
-            hidden_TD = self._one_row.forward(token_ids_T, layout)
-            if hidden_TD is not None:
-                return hidden_TD
+        hidden = self._few_rows.forward(token_ids_T, layout, self._attention, needed_N)
+        if hidden is not None:
+            return hidden
         self._attention.plan(layout)
         return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
 
     def release_pool(self) -> None:
         """Free the keys and values; nothing can run until `restore_pool`."""
-        del self._attention, self._one_row
+        self._few_rows.forget()
+        del self._attention
         self._pool.release()
 
     def restore_pool(self) -> None:
         """Take memory for keys and values again, all zero, at other addresses."""
         self._pool.allocate()
-        self._open()
+        self._attention = self._open_attention()
 
     def weights_moved(self) -> None:
         """The model's weights may lie elsewhere now."""
-        self._one_row = OneRow(self._model, self._attention)
+        self._few_rows.forget()
 
-    def _open(self) -> None:
+    def _open_attention(self) -> Backend:
         pool = self._pool
-        self._attention: Backend = create_backend(
-            self._backend, self._specs, pool.keys, pool.values, pool.page_size
-        )
-        self._one_row = OneRow(self._model, self._attention)
+        return create_backend(self._backend, self._specs, pool.keys, pool.values, pool.page_size)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocabulary] in the model's dtype."""

@@ -11,7 +11,7 @@ import torch
 
 import tokenmill as sgl
 from tokenmill.kernels import native, packed
-from tokenmill.runner.one_row import OneRow
+from tokenmill.runner.few_rows import FewRows
 
 pytestmark = [
     pytest.mark.cpu,
@@ -58,20 +58,20 @@ def engine(folder: Path) -> sgl.Engine:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each pass was recorded or replayed."""
     seen: list[bool] = []
-    forward = OneRow.forward
+    forward = FewRows.forward
 
-    def watched(self: OneRow, *given: Any) -> torch.Tensor | None:
+    def watched(self: FewRows, *given: Any) -> torch.Tensor | None:
         made = forward(self, *given)
         seen.append(made is not None)
         return made
 
-    monkeypatch.setattr(OneRow, "forward", watched)
+    monkeypatch.setattr(FewRows, "forward", watched)
     return seen
 
 
 def call_by_call(monkeypatch: pytest.MonkeyPatch, folder: Path, **given: Any) -> dict[str, Any]:
     with monkeypatch.context() as patch:
-        patch.setattr(OneRow, "forward", lambda *_: None)
+        patch.setattr(FewRows, "forward", lambda *_: None)
         with engine(folder) as llm:
             return llm.generate(**given)
 
