@@ -60,6 +60,7 @@ GRANTS: dict[str, set[str]] = {
         "kernels.operands",  # and these are the columns
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch
+        "kernels.tape",  # it records what the parts below it call, as it captures graphs
     },
     "sampling": {"kernels"},
     "speculative": {"sampling", "layers", "kernels", "hub"},
