@@ -94,3 +94,18 @@ def test_infinities_and_nan_stay_what_they_are() -> None:
         ours = native_calls.product(KERNELS, name, torch.ones(1, 64).bfloat16(), in_columns(weight, 32), None)
         assert ours[0, 3] == torch.inf
         assert ours.isnan().nonzero().tolist() == [[0, 20]]
+
+
+@PACKS
+def test_tiles_and_onednn_take_turns() -> None:
+    """Both configure the processor's tiles, each for itself."""
+    weight = numbers(3000, 768)
+    packed_weight = packed.pack(weight)
+    columns = packed.columns(packed_weight, weight)
+    rows = {num_rows: numbers(num_rows, 768) for num_rows in (1, 200, 20, 40, 7)}
+    first = {n: packed.product(x, packed_weight, None, columns) for n, x in rows.items()}
+    for _ in range(20):
+        for num_rows, x in rows.items():
+            assert torch.equal(packed.product(x, packed_weight, None, columns), first[num_rows])
+    for num_rows, x in rows.items():
+        assert_close(first[num_rows], x, weight, None)

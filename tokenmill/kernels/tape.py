@@ -30,6 +30,7 @@ _RESHAPES = frozenset({
     "__getitem__", "contiguous", "expand", "flatten", "reshape", "select", "split", "squeeze", "unflatten",
     "unsqueeze", "view",
 })  # fmt: skip
+_RECORDABLE = _TAKES_MEMORY | _LOOKS | _RESHAPES
 
 
 class NotRecordable(Exception):
@@ -59,21 +60,21 @@ class TapeMemory:
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this memory, with the shape and dtype of a contiguous one; its numbers are not set."""
         block = self._block(tensor.nbytes)
-        address = block.data_ptr()
-        # Whoever holds the tensor, or a view of it, holds this object.
-        memory = (c_char * tensor.nbytes).from_address(address)
-        self._given[address] = weakref.ref(memory, lambda _: self._free.append(block))
-        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+        address, free = block.data_ptr(), self._free  # and not this object, which holds what is given
+        # Whoever holds the tensor, or a view of it, holds this array.
+        array = (c_char * tensor.nbytes).from_address(address)
+        self._given[address] = weakref.ref(array, lambda _: free.append(block))
+        return torch.frombuffer(array, dtype=tensor.dtype).view(tensor.shape)
 
     def _block(self, num_bytes: int) -> torch.Tensor:
         """The smallest free block that is large enough, or a new one."""
-        fitting = [block for block in self._free if num_bytes <= block.nbytes <= 2 * num_bytes]
-        if not fitting:
-            self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
-            return self._blocks[-1]
-        best = min(fitting, key=lambda block: block.nbytes)
-        self._free = [block for block in self._free if block is not best]
-        return best
+        fitting = [
+            place for place, block in enumerate(self._free) if num_bytes <= block.nbytes <= 2 * num_bytes
+        ]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda place: self._free[place].nbytes))
+        self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self._blocks[-1]
 
 
 class _Call(ctypes.Structure):
@@ -129,7 +130,7 @@ class _OnlyKernels(TorchFunctionMode):
         keywords: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(function, "__name__", str(function))
-        if name not in _LOOKS | _RESHAPES | _TAKES_MEMORY:
+        if name not in _RECORDABLE:
             raise NotRecordable(name)
         made = function(*arguments, **(keywords or {}))
         if name in _TAKES_MEMORY:
