@@ -43,6 +43,11 @@ def names_in(trace: Path) -> set[str]:
     return {event["name"] for event in events}
 
 
+def shows_steps(trace: Path) -> bool:
+    """Whether products with weights are in a trace: packed ones, or plain where weights are not packed."""
+    return not names_in(trace).isdisjoint({"mkldnn::_linear_pointwise", "aten::linear"})
+
+
 @pytest.mark.parametrize("core_process", [False, True])
 def test_a_profile_shows_the_steps(tmp_path: Path, core_process: bool) -> None:
     with sgl.Engine(device="cpu", core_process=core_process) as engine:
@@ -60,7 +65,7 @@ def test_a_profile_shows_the_steps(tmp_path: Path, core_process: bool) -> None:
     (trace,) = (tmp_path / "new").iterdir()
     assert trace.name.startswith("mine-")
     assert trace.name.endswith("-TP-0.trace.json.gz")
-    assert "aten::embedding" in names_in(trace)
+    assert shows_steps(trace)
 
 
 def test_a_profile_stops_by_itself(llm: sgl.Engine, tmp_path: Path) -> None:
@@ -68,7 +73,7 @@ def test_a_profile_stops_by_itself(llm: sgl.Engine, tmp_path: Path) -> None:
         output_dir=tmp_path, profile_id="id", num_steps=2, with_stack=False, activities=["CPU"], start_step=0
     )
     llm.generate(PROMPT, SHORT)
-    assert "aten::embedding" in names_in(tmp_path / "id-TP-0.trace.json.gz")
+    assert shows_steps(tmp_path / "id-TP-0.trace.json.gz")
     with pytest.raises(sgl.WrongState, match="no profile"):
         llm.stop_profile()
 
@@ -90,7 +95,7 @@ def test_one_engine_of_a_process_at_a_time(llm: sgl.Engine, tmp_path: Path) -> N
             llm.start_profile(output_dir=tmp_path, with_stack=False)
         other.generate(PROMPT, SHORT)
     # Nobody stopped it, but what it saw is not lost.
-    assert "aten::embedding" in names_in(tmp_path / "left-TP-0.trace.json.gz")
+    assert shows_steps(tmp_path / "left-TP-0.trace.json.gz")
     llm.start_profile(output_dir=tmp_path, with_stack=False)
     llm.stop_profile()
 

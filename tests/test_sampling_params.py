@@ -438,6 +438,12 @@ JUNK = st.recursive(
 )
 
 
+def test_equal_parameters_have_equal_hashes() -> None:
+    one, same, other = (make(custom_params={"a": value}) for value in (1, 1, 2))
+    assert one == same != other
+    assert hash(one) == hash(same)
+
+
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(DEFAULTS)) | st.text(max_size=4), JUNK, max_size=4) | JUNK)
 def test_junk_gives_parameters_or_our_error(value: Any) -> None:

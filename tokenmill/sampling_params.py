@@ -333,9 +333,11 @@ _RULES: dict[str, _Rule] = {
 # ── the parameters ────────────────────────────────────────────────────────────────────────────
 
 
-def _arg(default: Any, help: str, *, supported: bool = True) -> Any:
-    """A field with its one-line meaning; `supported` is False while its feature is not built."""
-    return field(default=default, metadata={"help": help, "supported": supported})
+def _arg(default: Any, help: str, *, supported: bool = True, in_hash: bool = True) -> Any:
+    """A field with its one-line meaning; `supported` is False while its feature is not built, `in_hash` for
+    values that have none."""
+    metadata = {"help": help, "supported": supported}
+    return field(default=default, metadata=metadata, hash=None if in_hash else False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,7 +373,9 @@ class SamplingParams:
     presence_penalty: float = _arg(0.0, "lower tokens that are in the output by this")
     repetition_penalty: float = _arg(1.0, "scale down tokens that are in the output by this factor")
     penalize_prompt: bool = _arg(False, "the repetition penalty counts tokens of the prompt, too")
-    custom_params: Mapping[str, Any] | None = _arg(None, "values for the custom logit processor")
+    custom_params: Mapping[str, Any] | None = _arg(
+        None, "values for the custom logit processor", in_hash=False
+    )
     json_schema: str | None = _arg(
         None, "JSON schema of the output: text, dict or pydantic model class; '$$ANY$$': any JSON"
     )
