@@ -1,4 +1,4 @@
-/* The operations of a decoding step on a CPU, one call each; `kernels/native` compiles and calls them.
+/* The operations of a decoding step on a CPU, one call each; `kernels/native` compiles them, `native_calls` calls.
 
    Compiled once per dtype: BFLOAT16 chooses what an `element` is. Arithmetic is float32, rounded to an element
    where the torch references round. Strides count elements; the last dimension is contiguous. An operation takes
@@ -149,8 +149,15 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 struct product {
     const element *x, *weight, *bias; /* bias: NULL for none */
     element *out;
-    long num_rows, num_inputs, num_outputs, padded_inputs, width, threads; /* an even number of inputs */
+    long num_rows, num_inputs, num_outputs, padded_inputs, width, threads; /* whole tiles of inputs */
 };
+
+/* Sums of a row for up to `count` outputs from `begin` on. */
+static inline void write_outputs(const struct product *a, const float *sums, long row, long begin, long count) {
+    const long end = begin + count < a->num_outputs ? begin + count : a->num_outputs;
+    element *out = a->out + row * a->num_outputs;
+    for (long o = begin; o < end; o++) out[o] = narrow(sums[o - begin] + (a->bias ? widen(a->bias[o]) : 0.0f));
+}
 
 /* sum + the products with two inputs */
 static inline floats multiplied(floats sum, const uint32_t *weights, const element *x) {
@@ -178,9 +185,7 @@ static inline __attribute__((always_inline)) void multiply(const struct product 
         }
     }
     memcpy(outputs, sums, sizeof outputs);
-    const long first = column * width, left = a->num_outputs - first;
-    for (long o = 0; o < (left < width ? left : width); o++)
-        a->out[first + o] = narrow(outputs[o] + (a->bias ? widen(a->bias[first + o]) : 0.0f));
+    write_outputs(a, outputs, 0, column * width, width);
 }
 
 static void multiply_column(const void *arguments, long column) {
@@ -219,13 +224,9 @@ static void shape_tiles(long num_rows) {
     _tile_loadconfig(&shapes);
 }
 
-static inline void write_sums(const struct product *a, const float *sums, long first, long count, long begin) {
-    const long end = begin + 16 < a->num_outputs ? begin + 16 : a->num_outputs;
-    for (long row = 0; row < count; row++) {
-        element *out = a->out + (first + row) * a->num_outputs;
-        for (long o = begin; o < end; o++)
-            out[o] = narrow(sums[row * 16 + o - begin] + (a->bias ? widen(a->bias[o]) : 0.0f));
-    }
+/* A tile of sums, of `count` rows from `first` on. */
+static inline void write_tile(const struct product *a, const float *sums, long first, long count, long begin) {
+    for (long row = 0; row < count; row++) write_outputs(a, sums + row * 16, first + row, begin, 16);
 }
 
 /* 32 outputs (16 if not `wide`) from `begin` on, of all rows, which are more than 16 if `tall`. */
@@ -261,11 +262,11 @@ static inline __attribute__((always_inline)) void multiply_tiles(const struct pr
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
     const long above = tall ? TILE_ROWS : a->num_rows, below = a->num_rows - above;
-    write_sums(a, sums[0], 0, above, begin);
-    write_sums(a, sums[2], TILE_ROWS, below, begin);
+    write_tile(a, sums[0], 0, above, begin);
+    write_tile(a, sums[2], TILE_ROWS, below, begin);
     if (wide) {
-        write_sums(a, sums[1], 0, above, begin + 16);
-        write_sums(a, sums[3], TILE_ROWS, below, begin + 16);
+        write_tile(a, sums[1], 0, above, begin + 16);
+        write_tile(a, sums[3], TILE_ROWS, below, begin + 16);
     }
 }
 

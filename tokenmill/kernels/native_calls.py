@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from struct import Struct
 from typing import Protocol
 
@@ -71,6 +72,7 @@ def look_up(kernels: ctypes.CDLL, table_VD: torch.Tensor, ids_T: torch.Tensor) -
     return out_TD
 
 
+@cache
 def most_tiled_rows(kernels: ctypes.CDLL) -> int:
     """The most rows for `product_in_tiles` on this machine; 0: it has no tiles (AMX)."""
     return int(kernels.most_tiled_rows())

@@ -7,7 +7,6 @@ left to oneDNN. Letters: N rows, I inputs, O outputs.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 
@@ -35,7 +34,7 @@ def product(
     """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed."""
     kernels = None if columns is None else native.for_tensor(x_NI)
     if columns is not None and kernels is not None:
-        if 0 < len(x_NI) <= _most_tiled_rows(kernels):
+        if 0 < len(x_NI) <= native_calls.most_tiled_rows(kernels):
             return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
         if len(x_NI) == 1:
             return native_calls.product(kernels, "product_of_row", x_NI.contiguous(), columns, bias_O)
@@ -58,11 +57,6 @@ def columns(packed: torch.Tensor, weight_OI: torch.Tensor) -> ColumnWeight | Non
                 numbers.data_ptr(), packed, num_outputs, num_inputs, padded_inputs, width=width
             )
     return None
-
-
-@cache
-def _most_tiled_rows(kernels: ctypes.CDLL) -> int:
-    return native_calls.most_tiled_rows(kernels)
 
 
 def _numbers(packed: torch.Tensor) -> torch.Tensor:

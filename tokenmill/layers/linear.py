@@ -21,7 +21,7 @@ from tokenmill.layers.norm import RMSNorm
 
 # oneDNN cuts long sums in 16 bits into pieces, and where depends on the number of rows: an answer would
 # change with its neighbours in the batch. Small products go in blocks of always as many rows, which costs
-# them next to nothing; large ones would take up to twice as long. There one row alone is streamed.
+# them next to nothing; large ones would take up to twice as long. There few rows are streamed.
 _LONGEST_WHOLE_SUM = 512
 _SMALL_WEIGHT_BYTES = 2**20
 _BLOCK_ROWS = 64

@@ -65,11 +65,10 @@ class FewRows:
             recorded.token_ids_R.copy_(token_ids_R)
             recorded.tape.replay()
         else:
-            self._recorded.pop(num_rows, None)
             recorded = self._record(token_ids_R, layout, attention)
-        if recorded is None:
-            return None
-        self._recorded[num_rows] = recorded
+            if recorded is None:
+                return None
+            self._recorded[num_rows] = recorded
         hidden_RD = recorded.hidden_RD
         return hidden_RD.clone() if needed_N is None else hidden_RD.index_select(0, needed_N)
 
@@ -91,11 +90,11 @@ def _with_room(layout: StepLayout) -> StepLayout:
     """The same step on tensors of its own."""
     tables = [table.new_zeros((len(table), 2 * table.shape[1])) for table in layout.page_table_RP]
     roomy = StepLayout(
-        positions_T=layout.positions_T.clone(),
-        slot_mapping_T=tuple(slots.clone() for slots in layout.slot_mapping_T),
+        positions_T=torch.empty_like(layout.positions_T),
+        slot_mapping_T=tuple(torch.empty_like(slots) for slots in layout.slot_mapping_T),
         page_table_RP=tuple(tables),
         query_starts=layout.query_starts.clone(),
-        lengths_R=layout.lengths_R.clone(),
+        lengths_R=torch.empty_like(layout.lengths_R),
         num_decodes=layout.num_decodes,
         host_query_lengths=list(layout.host_query_lengths),
         host_lengths=list(layout.host_lengths),
