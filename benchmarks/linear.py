@@ -35,7 +35,7 @@ from tokenmill.kernels.triton_rotary import rotate_and_store
 PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
 REPLAYS = 15
 PAGE_SIZE = 16
-ROWS = (1, 2, 4, 16, 64)
+ROWS = (1, 2, 4, 16, 32, 64, 128, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class Network:
             x = F.linear(q.flatten(1), layer.output)
             x, residual = add_rms_norm(x, residual, layer.inner_norm.weight_I, layer.inner_norm.epsilon)
             x = F.linear(gated_silu(F.linear(x, layer.gate_up)), layer.down)
-        return F.linear(x + residual, self.head)
+        x, _ = add_rms_norm(x, residual, layer.input_norm.weight_I, layer.input_norm.epsilon)
+        return F.linear(x, self.head)
 
     def fused(self, x: torch.Tensor, rotation: Any, cache: CacheSlots) -> torch.Tensor:
         """Logits, by the kernels chosen for so many rows."""
@@ -145,12 +146,13 @@ class Network:
             )
             product = qkv.view(len(x), -1, self.shape.head_dim)
             q, _ = rotate_and_store(product, rotation, layer.head_norms, cache)
-            x = linear.linear(q.flatten(1), layer.output, None)
+            x = linear.addend(q.flatten(1), layer.output, None)
             x, residual = add_norm_linear(
                 x, residual, layer.inner_norm, weight_OI=layer.gate_up, bias_O=None, gated=True
             )
-            x = linear.linear(x, layer.down, None)
-        return linear.linear(x + residual, self.head, None)
+            x = linear.addend(x, layer.down, None)
+        x, _ = add_rms_norm(x, residual, layer.input_norm.weight_I, layer.input_norm.epsilon)
+        return linear.linear(x, self.head, None)
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────────────────────

@@ -61,6 +61,7 @@ GRANTS: dict[str, set[str]] = {
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch
         "kernels.tape",  # it records what the parts below it call, as it captures graphs
+        "kernels.launching",  # and says when it does
     },
     "sampling": {"kernels"},
     "speculative": {"sampling", "layers", "kernels", "hub"},

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
-from tokenmill.kernels.linear import add_norm_linear, linear, linear_torch
+from tokenmill.kernels.launching import replayed
+from tokenmill.kernels.linear import add_norm_linear, addend, linear, linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
 from tokenmill.kernels.rotary import heads_of_product, rotate, rotate_torch
@@ -115,7 +116,57 @@ def test_products_of_a_few_rows(
     assert relative_error(fused, exact) < limit
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [3, 17, 64, 65, 128, 200, 256])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias", "gated"),
+    [
+        (896, 1152, True, False),
+        (896, 4864, False, True),
+        (4864, 896, False, False),
+        (1024, 3072, True, True),
+        (2048, 1000, True, False),
+        (136, 72, True, True),
+        (72, 136, True, False),
+    ],
+)
+def test_products_in_graphs(
+    dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, gated: bool
+) -> None:
+    """Products by tiles, whole and in pieces, are as exact as those of torch; between others' rows, too."""
+    weight = numbers(outputs * (2 if gated else 1), inputs, dtype=dtype) / inputs**0.5
+    bias_O = numbers(len(weight), dtype=dtype, seed=1) if bias else None
+    x = numbers(rows, inputs + 8, dtype=dtype, seed=2)[:, :inputs]
+    exact = linear_torch(x.double(), weight.double(), widened(bias_O), gated=gated)
+    limit = 1.2 * relative_error(linear_torch(x, weight, bias_O, gated=gated), exact)
+    with replayed():
+        assert relative_error(linear(x, weight, bias_O, gated=gated), exact) < limit
+        if not gated:
+            product = addend(x, weight, bias_O)
+            whole = product.sum(dim=0).to(dtype) if product.dim() == 3 else product
+            assert relative_error(whole, exact) < limit
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("inputs", [64, 128, 1000, 4864])
+def test_tiles_of_any_shape(rows: int, pieces: int, inputs: int) -> None:
+    """More pieces than steps, parts of tiles, and more steps than stages."""
+    from tokenmill.kernels import hopper_linear
+
+    dtype, outputs = torch.bfloat16, 200
+    weight = numbers(outputs, inputs, dtype=dtype) / inputs**0.5
+    bias_O = numbers(outputs, dtype=dtype, seed=1)
+    x = numbers(150, inputs, dtype=dtype, seed=2)
+    exact = linear_torch(x.double(), weight.double(), bias_O.double())
+    tiling = hopper_linear.ProductTiling(rows=rows, outputs=64, inputs=128, stages=3, pieces=pieces)
+    product = hopper_linear.product(x, weight, bias_O, tiling)
+    assert product.shape == ((pieces,) if pieces > 1 else ()) + (150, outputs)
+    whole = product.sum(dim=0) if pieces > 1 else product
+    assert relative_error(whole, exact) < 4e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 60, 128, 200])
 def test_overlapping_kernels_wait_for_each_other(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of products replayed from a graph gives the bits of the same chain without any overlap."""
     from tokenmill.kernels import triton_overlap
@@ -127,10 +178,11 @@ def test_overlapping_kernels_wait_for_each_other(rows: int, monkeypatch: pytest.
 
     def chain() -> torch.Tensor:
         x, residual = start, torch.zeros_like(start)
-        for first, second in zip(weights[::2], weights[1::2], strict=True):
-            x, residual = add_norm_linear(x, residual, norm, weight_OI=first, bias_O=None)
-            x = linear(x, second, None)
-        return x + residual
+        with replayed():
+            for first, second in zip(weights[::2], weights[1::2], strict=True):
+                x, residual = add_norm_linear(x, residual, norm, weight_OI=first, bias_O=None)
+                x = addend(x, second, None)
+            return add_rms_norm(x, residual, norm.weight_I, norm.epsilon)[0]
 
     monkeypatch.setattr(triton_overlap, "ENABLED", False)
     expected = chain()

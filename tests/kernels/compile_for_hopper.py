@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tokenmill.kernels import (
+    hopper_linear,
     hopper_prefill,
     triton_decode,
     triton_linear,
@@ -50,6 +51,7 @@ def compiled(
         name
         for name in order
         if name in ALIGNED or name in STRIDES or name in OWN_STRIDES or name.endswith(("_outer", "_inner"))
+        if not signature[name].startswith("tensordesc")
     ]
     attributes = {(order.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
@@ -82,6 +84,7 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "copies": sass.count("LDGSTS"),
         # Of a kernel that waits for the one before it: what it does until then.
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
+        "early_tile_copies": sass.partition("ACQBULK")[0].count("UTMALDG"),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 
@@ -258,11 +261,12 @@ def hopper(group: int) -> dict[str, Any]:
 
 
 def norm(size: int) -> dict[str, Any]:
-    pointers = {"x": "bf16", "residual": "bf16", "weight": "bf16", "out": "bf16", "total": "bf16"}
+    pointers = {"x": "fp32", "residual": "bf16", "weight": "bf16", "out": "bf16", "total": "bf16"}
     strides = ("stride_outer", "stride_inner", "residual_stride_outer", "residual_stride_inner")
     scalars = {"epsilon": "fp32", "num_rows": "i32", "inner": "i32", **dict.fromkeys(strides, "i32")}
     constants = {"SIZE": size, "BLOCK_ROWS": 1, "BLOCK_SIZE": triton.next_power_of_2(size)}
-    constants["OVERLAP"] = True
+    constants |= {"OVERLAP": True, "PIECES": 4}
+    scalars["stride_piece"] = "i32"
     return compiled(triton_norm._add_rms_norm_kernel, pointers, scalars, constants, num_warps=8)
 
 
@@ -281,6 +285,39 @@ def linear(
     scalars |= {"epsilon": "fp32", "stride_residual": "i32"}
     constants |= {"ROWS": rows, "BLOCK_OUTPUTS": tiling.outputs, "BLOCK_SIZE": triton.next_power_of_2(size)}
     return compiled(triton_linear._linear_kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
+
+
+def product(
+    num_rows: int,
+    size: int,
+    outputs: int,
+    *,
+    gated: bool = False,
+    may_split: bool = False,
+    bias: bool = False,
+) -> dict[str, Any]:
+    tiling = hopper_linear.choose_tiling(
+        num_rows, size, outputs, gated=gated, may_split=may_split, processors=132
+    )
+    assert tiling is not None
+    weights = tiling.outputs // 2 if gated else tiling.outputs
+    constants = {
+        "GATED": gated,
+        "BLOCK_M": tiling.rows,
+        "BLOCK_N": tiling.outputs,
+        "BLOCK_K": tiling.inputs,
+        "STAGES": tiling.stages,
+        "OVERLAP": True,
+    } | ({} if bias else {"bias": None})
+    pointers = {"out": "bf16" if tiling.pieces == 1 else "fp32"} | ({"bias": "bf16"} if bias else {})
+    layout = hopper_linear.TILE_LAYOUT
+    scalars = {
+        "x": f"tensordesc<bf16[{tiling.rows}, {tiling.inputs}],{layout!r}>",
+        "weight": f"tensordesc<bf16[{weights}, {tiling.inputs}],{layout!r}>",
+        **dict.fromkeys(("num_rows", "num_outputs", "total_steps", "piece_steps"), "i32"),
+    }
+    warps = tiling.rows // 16
+    return compiled(hopper_linear._product_kernel, pointers, scalars, constants, num_warps=warps)
 
 
 def rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -329,6 +366,11 @@ if __name__ == "__main__":
             "linear qkv 0.5B, two rows": linear(896, 1152, rows=2, normed=True, bias=True),
             "linear gate_up 0.5B, two rows": linear(896, 4864, rows=2, normed=True, gated=True),
             "linear down 0.5B, two rows": linear(4864, 896, rows=2),
+            "product qkv 0.5B": product(8, 896, 1152, bias=True),
+            "product gate_up 0.5B": product(64, 896, 4864, gated=True),
+            "product gate_up 0.5B, many rows": product(128, 896, 4864, gated=True),
+            "product down 0.5B": product(64, 4864, 896, may_split=True),
+            "product down 0.6B": product(256, 3072, 1024, may_split=True),
             "rotate and store": rotate_and_store(16, 8, 128),
         },
         sys.stdout,

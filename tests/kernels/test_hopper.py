@@ -92,3 +92,13 @@ def test_heads_are_read_and_written_whole(compiled: dict[str, dict[str, Any]]) -
     fact = compiled["rotate and store"]
     assert fact["lets_next_begin_at_once"]
     assert fact["early_loads"] == 4  # the norms' weights
+
+
+def test_the_first_tiles_of_a_product_are_under_way_before_it_waits(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
+    facts = {name: fact for name, fact in compiled.items() if name.startswith("product")}
+    for name, fact in facts.items():
+        assert fact["early_tile_copies"] == 2, name  # of both halves of a tile, in the loop over stages
+        assert fact["HGMMA"] > 0, name
+        assert fact["stack"] == 0, name

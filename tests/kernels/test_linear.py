@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tokenmill.kernels import linear as plain
 from tokenmill.kernels.operands import Norm
@@ -181,3 +183,48 @@ def test_which_products_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plain._is_streamed(x, small) == of_small
         assert plain._is_streamed(x, large) == of_large
         assert not plain._is_streamed(x.float(), small.float())
+
+
+# ── tiles of some hundred rows: their kernel runs on Hopper GPUs only, see tests/gpu ──────────
+
+
+@given(
+    num_rows=st.integers(3, 256),
+    size=st.integers(1, 2000).map(lambda number: 8 * number),
+    num_outputs=st.integers(1, 40_000),
+    gated=st.booleans(),
+    may_split=st.booleans(),
+    processors=st.sampled_from([114, 132]),
+)
+def test_tilings_fit_the_device(
+    num_rows: int, size: int, num_outputs: int, gated: bool, may_split: bool, processors: int
+) -> None:
+    hopper_linear = pytest.importorskip("tokenmill.kernels.hopper_linear")
+    tiling = hopper_linear.choose_tiling(
+        num_rows, size, num_outputs, gated=gated, may_split=may_split and not gated, processors=processors
+    )
+    if tiling is None:
+        return
+    assert 2 * tiling.stages * tiling.inputs * (tiling.rows + tiling.outputs) <= 196_608
+    assert tiling.stages >= 3
+    assert tiling.pieces == 1 or (may_split and not gated)
+    each = tiling.outputs // 2 if gated else tiling.outputs
+    programs = tiling.pieces * -(-num_rows // tiling.rows) * -(-num_outputs // each)
+    assert programs <= processors or (gated and num_rows <= 64)  # few rows may take turns
+
+
+def test_products_of_small_models_are_tiled_and_those_of_large_ones_are_not() -> None:
+    hopper_linear = pytest.importorskip("tokenmill.kernels.hopper_linear")
+
+    def is_tiled(num_rows: int, size: int, num_outputs: int, **options: bool) -> bool:
+        options = {"gated": False, "may_split": False, **options}
+        return hopper_linear.choose_tiling(num_rows, size, num_outputs, processors=132, **options) is not None
+
+    for num_rows in (3, 64, 128, 256):
+        assert is_tiled(num_rows, 896, 1152)  # Qwen2.5-0.5B: queries, keys and values
+        assert is_tiled(num_rows, 896, 896, may_split=True)  # its output
+        assert is_tiled(num_rows, 4864, 896, may_split=True)  # its last product
+        assert is_tiled(num_rows, 1024, 3072, gated=True)  # the first of Qwen3-0.6B's feed-forward
+        assert not is_tiled(num_rows, 896, 151936)  # logits
+        assert not is_tiled(num_rows, 4096, 4096, may_split=True)  # Llama-3.1-8B
+        assert not is_tiled(num_rows, 4096, 14336, gated=True)

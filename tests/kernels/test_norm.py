@@ -49,6 +49,24 @@ def test_triton_agrees(triton_device: str, dtype: torch.dtype, size: int) -> Non
     torch.testing.assert_close(normed, rms_norm_torch(total, weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_pieces", [1, 2, 4])
+def test_triton_adds_pieces_to_a_residual(triton_device: str, dtype: torch.dtype, num_pieces: int) -> None:
+    """Their sum is rounded to the dtype before it is added, as the product itself would have been."""
+    from tokenmill.kernels import triton_norm
+
+    pieces = numbers(num_pieces, 5, 896, dtype=torch.float32).to(triton_device)
+    residual = numbers(5, 896, dtype=dtype, seed=1).to(triton_device)
+    weight = numbers(896, dtype=dtype, seed=2).to(triton_device)
+    normed, total = triton_norm.add_rms_norm(pieces, residual, weight, 1e-6)
+    whole, expected = triton_norm.add_rms_norm(pieces.sum(dim=0).to(dtype), residual, weight, 1e-6)
+    # The interpreter cuts numbers off where it should round to bfloat16.
+    limits = {"atol": 0.07, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-3, "rtol": 2e-3}
+    torch.testing.assert_close(total, expected, **limits)
+    torch.testing.assert_close(normed, whole, **limits)
+    assert total.dtype == normed.dtype == dtype
+
+
 def test_triton_reads_heads_of_a_fused_tensor(triton_device: str) -> None:
     from tokenmill.kernels import triton_norm
 

@@ -1,7 +1,8 @@
 """Products with weights, alone or between a norm and an activation: torch reference and choice of kernel.
 
-One or two rows are multiplied by kernels that stream the weights, more by torch (cuBLAS). Owns no weights.
-Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F).
+One or two rows are multiplied by kernels that stream the weights, some hundred rows and a small weight, in
+graphs for Hopper GPUs, by our own tiles, all others by torch (cuBLAS). Owns no weights.
+Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
+from tokenmill.kernels.launching import are_replayed
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import Norm
 
@@ -17,6 +19,7 @@ from tokenmill.kernels.operands import Norm
 # ones the arithmetic units fall behind the memory, and tensor cores win.
 STREAMED_ROWS = 2
 SMALL_WEIGHT_BYTES = 24_000_000
+MOST_TILED_ROWS = 256
 
 
 def linear(
@@ -30,8 +33,17 @@ def linear(
         from tokenmill.kernels import triton_linear
 
         return triton_linear.linear(x_NI, weight_OI, bias_O, gated=gated)
+    tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=False)
+    if tiled is not None:
+        return tiled
     y_NO = F.linear(x_NI, weight_OI, bias_O)
     return gated_silu(y_NO) if gated else y_NO
+
+
+def addend(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """`linear` for `norm.add_rms_norm`: [N, O], or float32 [P, N, O], pieces that are still to be summed."""
+    tiled = _tiled(x_NI, weight_OI, bias_O, gated=False, may_split=True)
+    return linear(x_NI, weight_OI, bias_O) if tiled is None else tiled
 
 
 def add_norm_linear(
@@ -43,7 +55,10 @@ def add_norm_linear(
     bias_O: torch.Tensor | None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(linear(norm(x + residual)), x + residual)`, with the roundings of `add_rms_norm` and `linear`."""
+    """`(linear(norm(x + residual)), x + residual)`, with the roundings of `add_rms_norm` and `linear`.
+
+    `x` may be an `addend`.
+    """
     if _is_streamed(x_NI, weight_OI):
         from tokenmill.kernels import triton_linear
 
@@ -81,3 +96,29 @@ def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     if not (x_NI.is_cuda and x_NI.element_size() == 2 and 0 < len(x_NI) <= STREAMED_ROWS):
         return False
     return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES
+
+
+def _tiled(
+    x_NI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    *,
+    gated: bool,
+    may_split: bool,
+) -> torch.Tensor | None:
+    """The product by our own tiles, where they are known to be faster. They are slow to launch."""
+    if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
+        return None
+    from tokenmill.kernels import hopper_linear
+    from tokenmill.kernels.triton_attention import num_processors
+
+    if not hopper_linear.can_take(x_NI, weight_OI):
+        return None
+    tiling = hopper_linear.choose_tiling(
+        *x_NI.shape,
+        len(weight_OI) // 2 if gated else len(weight_OI),
+        gated=gated,
+        may_split=may_split,
+        processors=num_processors(x_NI.device),
+    )
+    return None if tiling is None else hopper_linear.product(x_NI, weight_OI, bias_O, tiling, gated=gated)

@@ -29,7 +29,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` once and used for both."""
+    """`(rms_norm(x + residual), x + residual)`; the sum is rounded to its dtype once and used for both.
+
+    On a GPU, `x` may be float32 pieces [P, …] for a residual […]: their sum, rounded to the residual's dtype.
+    """
     if x.is_cuda:
         from tokenmill.kernels import triton_norm
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
+from tokenmill.kernels.triton_overlap import overlap_options, wait_for_inputs
 
 # Measured on an H200: four programs to a processor, each with two tiles on their way.
 PROGRAMS_PER_PROCESSOR = 4
@@ -128,6 +129,7 @@ def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, ou
         STAGES=STAGES,
         num_warps=4,
         maxnreg=REGISTERS,
+        **overlap_options(q_RHD.device),
     )
     _join_kernel[(num_heads, num_runs)](
         parts,
@@ -234,7 +236,9 @@ def _balanced_kernel(
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     run = tl.program_id(1)
     begin = tl.load(cuts + run)
     end = tl.load(cuts + run + 1)

@@ -41,10 +41,12 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `norm.add_rms_norm`. One pass: the sum is written and normalised while it is in registers."""
-    x_OID, residual_OID = _two_leading_dimensions(x), _two_leading_dimensions(residual)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tiling = _tiling(x)
+    pieces = x.shape[0] if x.dim() > residual.dim() else 0
+    x_OID = _two_leading_dimensions(x[0] if pieces else x)
+    residual_OID = _two_leading_dimensions(residual)
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    tiling = _tiling(residual)
     _add_rms_norm_kernel[tiling.grid](
         x_OID,
         residual_OID,
@@ -58,6 +60,8 @@ def add_rms_norm(
         x_OID.stride(1),
         residual_OID.stride(0),
         residual_OID.stride(1),
+        x.stride(0),
+        PIECES=pieces,
         SIZE=x.shape[-1],
         BLOCK_ROWS=tiling.block_rows,
         BLOCK_SIZE=tiling.block_size,
@@ -132,6 +136,8 @@ def _add_rms_norm_kernel(
     stride_inner,
     residual_stride_outer,
     residual_stride_inner,
+    stride_piece,
+    PIECES: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -145,7 +151,12 @@ def _add_rms_norm_kernel(
     wait_for_inputs(OVERLAP)
     x_offsets = (rows // inner) * stride_outer + (rows % inner) * stride_inner
     residual_offsets = (rows // inner) * residual_stride_outer + (rows % inner) * residual_stride_inner
-    own = tl.load(x + x_offsets[:, None] + columns[None, :], mask=keep, other=0).to(tl.float32)
+    source = x + x_offsets[:, None] + columns[None, :]
+    own = tl.load(source, mask=keep, other=0).to(tl.float32)
+    if PIECES > 0:
+        for piece in tl.static_range(1, PIECES):
+            own += tl.load(source + piece * stride_piece, mask=keep, other=0)
+        own = own.to(out.dtype.element_ty).to(tl.float32)
     other = tl.load(residual + residual_offsets[:, None] + columns[None, :], mask=keep, other=0).to(
         tl.float32
     )

@@ -45,7 +45,8 @@ class Attention(nn.Module):
         needed_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention behind a norm of `hidden + residual`: its output, and that sum; both [T, E], or [N, E] of
-        the needed tokens (int64: all that decode, then any others).
+        the needed tokens (int64: all that decode, then any others). Both what is given as hidden states and
+        the output may be a `Linear.addend`.
 
         The backend must have planned the step, and stores the keys and values of all tokens.
         """
@@ -53,7 +54,7 @@ class Attention(nn.Module):
         attended_TF = backend.run_product(
             product_TO.view(self._shape), rotation, self.head_norms(), self.layer, needed_N
         ).flatten(1)
-        return self.o_proj(attended_TF), residual_TE if needed_N is None else residual_TE[needed_N]
+        return self.o_proj.addend(attended_TF), residual_TE if needed_N is None else residual_TE[needed_N]
 
     def head_norms(self) -> HeadNorms | None:
         """What normalises queries and keys head by head before the rotation; None: nothing."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from tokenmill.kernels import packed
 from tokenmill.kernels.activation import gated_silu
-from tokenmill.kernels.linear import add_norm_linear, linear
+from tokenmill.kernels.linear import add_norm_linear, addend, linear
 from tokenmill.kernels.operands import Norm
 from tokenmill.layers.norm import RMSNorm
 
@@ -54,11 +54,16 @@ class Linear(nn.Module):
         """[N, I] -> [N, O]"""
         return linear(x_NI, self.weight, self.bias)
 
+    def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """The product for `after_norm` or `RMSNorm.add`, which add it to a residual: [N, O], or float32
+        [P, N, O], pieces that are still to be summed."""
+        return addend(x_NI, self.weight, self.bias)
+
     def after_norm(
         self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product of `norm(x + residual)`, and that sum [N, I]. If `gated`, the first half of the outputs
-        gates the second (`gated_silu`), and half as many come out."""
+        """The product of `norm(x + residual)`, and that sum [N, I]; `x` may be an `addend`. If `gated`, the
+        first half of the outputs gates the second (`gated_silu`), and half as many come out."""
         return add_norm_linear(
             x_NI,
             residual_NI,
@@ -124,6 +129,10 @@ class PackedLinear(nn.Module):
         padded_NI = F.pad(x_NI, (0, 0, 0, -num_rows % _BLOCK_ROWS))
         blocks = [packed.product(each, self.weight, self.bias) for each in padded_NI.split(_BLOCK_ROWS)]
         return torch.cat(blocks)[:num_rows]
+
+    def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """See `Linear.addend`; here it is never in pieces."""
+        return self.forward(x_NI)
 
     def after_norm(
         self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False

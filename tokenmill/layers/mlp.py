@@ -26,6 +26,9 @@ class GatedMLP(nn.Module):
     def forward(
         self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer behind a norm of `hidden + residual`: its output, and that sum; all [T, D]."""
+        """The layer behind a norm of `hidden + residual`: its output, and that sum; all [T, D].
+
+        What is given and put out as hidden may be a `Linear.addend`.
+        """
         inner_TF, residual_TD = self.gate_up_proj.after_norm(norm, hidden_TD, residual_TD, gated=True)
-        return self.down_proj(inner_TF), residual_TD
+        return self.down_proj.addend(inner_TF), residual_TD

@@ -21,5 +21,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.epsilon)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(norm(x + residual), x + residual)`: the end of one sub-layer and the start of the next."""
+        """`(norm(x + residual), x + residual)`: the end of one sub-layer and the start of the next.
+
+        `x` may be a `Linear.addend`.
+        """
         return add_rms_norm(x, residual, self.weight, self.epsilon)

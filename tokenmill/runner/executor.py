@@ -8,6 +8,7 @@ import torch
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec, Backend, Step, StepLayout
+from tokenmill.kernels.launching import replayed
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kvcache.pool import LayerShape, PagePool
 from tokenmill.models import Model
@@ -46,6 +47,13 @@ class Executor:
             return hidden
         self._attention.plan(layout)
         return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
+
+    def forward_for_graph(
+        self, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `forward`, of a step that is captured or compiled for it, by the kernels that are best there."""
+        with replayed():
+            return self.forward(token_ids_T, layout, needed_N=needed_N)
 
     def release_pool(self) -> None:
         """Free the keys and values; nothing can run until `restore_pool`."""

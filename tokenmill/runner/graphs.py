@@ -88,7 +88,7 @@ def decode_step(
     """One token of each row, from what `Rows.decode_inputs` says of it."""
     step = rows.read(inputs_FB)
     layout = rows.decode_layout(step, longest=kind.longest, max_pieces=kind.max_pieces)
-    hidden_BD = executor.forward(step.token_id_B, layout)
+    hidden_BD = executor.forward_for_graph(step.token_id_B, layout)
     logits_BV = executor.logits(hidden_BD)
     columns = SamplingColumns(
         temperatures_R=step.temperature_B,

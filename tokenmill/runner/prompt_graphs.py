@@ -253,7 +253,7 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
         shared=shared,
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
-    hidden_RD = executor.forward(token_id_T, layout, needed_N=last_R)
+    hidden_RD = executor.forward_for_graph(token_id_T, layout, needed_N=last_R)
     draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), kind.needs)
     state.last_token_S[drawing_R] = draw.tokens_R
     return draw.told_R

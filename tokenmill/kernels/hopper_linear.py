@@ -1,0 +1,300 @@
+"""Products of up to some hundred rows on Hopper GPUs: one warp feeds tiles, the others multiply.
+
+A product of so few rows and a small weight takes little longer than its launch and its first loads. Here the
+first weights are on their way while the kernel before still runs (`triton_overlap.py`), and where the outputs
+are few, several programs share the inputs of a tile: their sums are left in pieces, for the norm that follows
+adds them on its way. `linear.py` is the reference. This is Gluon (see `hopper_prefill.py`).
+Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
+"""
+
+# Gluon rewrites these functions: their arguments are pointers and scalars of its own language.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
+
+# Measured on an H200, in decode steps of public models of 0.5 to 8 billion parameters. With more weights the
+# memory decides, and cuBLAS is as fast; with a gated product it would have the activation behind it.
+MOST_WEIGHT_BYTES = 24_000_000
+MOST_GATED_BYTES = 110_000_000
+# Programs for each processor: with more, the kernel that follows finds no room to read ahead.
+MOST_BUSY = 0.86
+# So few rows wait for their weights: some programs that read ahead are enough, and of a long sum a few, for
+# they would only take bandwidth from the kernel before. With more rows all processors are to have work.
+FEW_ROWS = 64
+ENOUGH_BUSY, ENOUGH_BUSY_LONG = 0.36, 0.2
+LONG_SUM = 4096  # inputs
+SHORT_SUM = 1024  # up to here small tiles are better than pieces
+MOST_PIECES = 4
+TILE_BYTES = 196_608  # shared memory of a program for its tiles
+MOST_STAGES = 8
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiling:
+    """The work of a program: a tile of `rows` and `outputs` (if gated, half of them of each half of the
+    weight), so many `inputs` at a time, of which `stages` are under way. `pieces` programs share a tile."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    pieces: int = 1
+
+
+def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether `product` knows this device, these numbers and layouts."""
+    return (
+        x_NI.is_cuda
+        and x_NI.element_size() == 2
+        and _capability(x_NI.device) == (9, 0)
+        and x_NI.stride(1) == 1
+        and weight_OI.is_contiguous()
+        and all((x.data_ptr() | 2 * x.stride(0)) % COPY_ALIGNMENT == 0 for x in (x_NI, weight_OI))
+    )
+
+
+@cache
+def choose_tiling(
+    num_rows: int, size: int, num_outputs: int, *, gated: bool, may_split: bool, processors: int
+) -> ProductTiling | None:
+    """The tiling for [num_rows, size] times a weight of so many outputs (of each half, if gated).
+
+    None: cuBLAS is as fast. Only with `may_split` there may be several pieces.
+    """
+    if gated:
+        return _gated_tiling(num_rows, size, num_outputs, processors)
+    if 2 * size * num_outputs > MOST_WEIGHT_BYTES:
+        return None
+    for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
+        programs = triton.cdiv(num_rows, 64) * triton.cdiv(num_outputs, outputs)
+        if programs <= MOST_BUSY * processors:
+            pieces = _choose_pieces(num_rows, size, programs / processors) if may_split else 1
+            return ProductTiling(64, outputs, 128, _stages(64, outputs, 128), pieces)
+    return None
+
+
+def _choose_pieces(num_rows: int, size: int, busy: float) -> int:
+    """How many programs share a tile, of which there are enough for this share of the processors."""
+    if num_rows <= FEW_ROWS:
+        enough = ENOUGH_BUSY_LONG if size > LONG_SUM else ENOUGH_BUSY
+    else:
+        enough = ENOUGH_BUSY if size <= SHORT_SUM else MOST_BUSY / 2
+    pieces = 1
+    while pieces < MOST_PIECES and busy * pieces < enough and 2 * busy * pieces <= MOST_BUSY:
+        pieces *= 2
+    return pieces
+
+
+def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
+    if 4 * size * num_outputs > MOST_GATED_BYTES:
+        return None
+    rows = 64 if num_rows <= FEW_ROWS else 128
+    for outputs, most in ((64, MOST_BUSY * processors), (128, processors if rows == 128 else math.inf)):
+        if triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs // 2) <= most:
+            return ProductTiling(rows, outputs, 64, _stages(rows, outputs, 64))
+    return None
+
+
+def _stages(rows: int, outputs: int, inputs: int) -> int:
+    return min(MOST_STAGES, TILE_BYTES // (2 * inputs * (rows + outputs)))
+
+
+def product(
+    x_NI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    tiling: ProductTiling,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """`linear.linear` of what `can_take` allows; with several pieces float32 [P, N, O], to be summed."""
+    num_rows, size = x_NI.shape
+    num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
+    assert tiling.pieces == 1 or not gated
+    steps = triton.cdiv(size, tiling.inputs)
+    pieces = (tiling.pieces,) if tiling.pieces > 1 else ()
+    dtype = torch.float32 if pieces else x_NI.dtype
+    out = torch.empty((*pieces, num_rows, num_outputs), dtype=dtype, device=x_NI.device)
+    outputs = tiling.outputs // 2 if gated else tiling.outputs
+    grid = (triton.cdiv(num_outputs, outputs), triton.cdiv(num_rows, tiling.rows), tiling.pieces)
+    _product_kernel[grid](
+        _tiles(x_NI, [tiling.rows, tiling.inputs]),
+        _tiles(weight_OI, [outputs, tiling.inputs]),
+        bias_O,
+        out,
+        num_rows,
+        num_outputs,
+        steps,
+        triton.cdiv(steps, tiling.pieces),
+        GATED=gated,
+        BLOCK_M=tiling.rows,
+        BLOCK_N=tiling.outputs,
+        BLOCK_K=tiling.inputs,
+        STAGES=tiling.stages,
+        num_warps=tiling.rows // 16,
+        **overlap_options(x_NI.device),
+    )
+    return out
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Past the ends of a tensor its tiles are zero."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, TILE_LAYOUT)
+
+
+# ── kernels ───────────────────────────────────────────────────────────────────────────────────
+
+
+@gluon.jit
+def _copy_weights(
+    weight, w_tiles, full, slot, output, num_outputs, column, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile of weights; a gated one is half of the gate's and half of what it gates."""
+    if GATED:
+        halves = w_tiles._reinterpret(w_tiles.dtype, [2 * STAGES, BLOCK_N // 2, BLOCK_K], w_tiles.layout)
+        tma.async_copy_global_to_shared(weight, [output, column], full, halves.index(2 * slot))
+        second = num_outputs + output
+        tma.async_copy_global_to_shared(weight, [second, column], full, halves.index(2 * slot + 1))
+    else:
+        tma.async_copy_global_to_shared(weight, [output, column], full, w_tiles.index(slot))
+
+
+@gluon.jit
+def _feed(
+    x, weight, x_tiles, w_tiles, full, empty, row, output, num_outputs, begin, steps,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One warp: copy the tiles. Nobody writes weights, so the first of them do not wait for other kernels."""
+    NUM_BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
+    for step in range(gl.minimum(steps, STAGES)):
+        column = (begin + step) * BLOCK_K
+        mbarrier.expect(full.index(step), NUM_BYTES)
+        _copy_weights(
+            weight, w_tiles, full.index(step), step, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K,
+            STAGES,
+        )  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    for step in range(gl.minimum(steps, STAGES)):
+        column = (begin + step) * BLOCK_K
+        tma.async_copy_global_to_shared(x, [row, column], full.index(step), x_tiles.index(step))
+    for step in range(STAGES, steps):
+        slot = step % STAGES
+        column = (begin + step) * BLOCK_K
+        mbarrier.wait(empty.index(slot), step // STAGES % 2 ^ 1)
+        mbarrier.expect(full.index(slot), NUM_BYTES)
+        _copy_weights(
+            weight, w_tiles, full.index(slot), slot, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K,
+            STAGES,
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(x, [row, column], full.index(slot), x_tiles.index(slot))
+
+
+@gluon.jit
+def _with_bias(sums, bias, outputs, num_outputs):
+    """Sums [rows, outputs] and the bias, where there is one."""
+    if bias is not None:
+        added = gl.load(bias + outputs, mask=outputs < num_outputs, other=0).to(gl.float32)
+        sums += added[None, :]
+    return sums
+
+
+@gluon.jit
+def _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr):
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, result.type.layout))
+    targets = (piece * num_rows + rows).to(gl.int64)[:, None] * num_outputs + outputs[None, :]
+    keep = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    gl.store(out + targets, result.to(out.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def _multiply(
+    x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The other warps: the sums of the program's tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES % 2)
+        acc = warpgroup_mma(x_tiles.index(slot), w_tiles.index(slot).permute((1, 0)), acc, is_async=True)
+        # The product of the step before is done, and its tiles may be overwritten.
+        acc = warpgroup_mma_wait(1, [acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    acc = warpgroup_mma_wait(0, [acc])
+    if GATED:
+        dtype: gl.constexpr = out.dtype.element_ty
+        HALF: gl.constexpr = BLOCK_N // 2
+        gate, up = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
+        outputs = output + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
+        gate = _with_bias(gate, bias, outputs, num_outputs).to(dtype).to(gl.float32)
+        up = _with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
+        # Roundings as in `activation.gated_silu`.
+        active = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
+        _store(active * up.to(dtype).to(gl.float32), out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+    else:
+        outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        # One of the pieces brings the bias; the others load none of it.
+        acc = _with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
+        _store(acc, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "total_steps", "piece_steps"])
+def _product_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_outputs,
+    total_steps,
+    piece_steps,
+    GATED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    let_next_begin(OVERLAP)
+    output = gl.program_id(0) * (BLOCK_N // 2 if GATED else BLOCK_N)
+    row = gl.program_id(1) * BLOCK_M
+    piece = gl.program_id(2)
+    begin = piece * piece_steps
+    steps = gl.minimum(piece_steps, total_steps - begin)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
+    # Tiles are there, tiles are done with; one of each for each stage.
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+
+    feed = (x, weight, x_tiles, w_tiles, full, empty, row, output, num_outputs, begin, steps)
+    multiply = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
+    feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, OVERLAP)
+    multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES)
+    gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
