@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
+from tokenmill.kernels.triton_attention import COPY_ALIGNMENT, is_hopper
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Measured on an H200, in decode steps of public models of 0.5 to 8 billion parameters. With more weights the
@@ -61,7 +61,7 @@ def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     return (
         x_NI.is_cuda
         and x_NI.element_size() == 2
-        and _capability(x_NI.device) == (9, 0)
+        and is_hopper(x_NI.device)
         and x_NI.stride(1) == 1
         and weight_OI.is_contiguous()
         and all((x.data_ptr() | 2 * x.stride(0)) % COPY_ALIGNMENT == 0 for x in (x_NI, weight_OI))
@@ -152,11 +152,6 @@ def product(
     return out
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def _tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Past the ends of a tensor its tiles are zero."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, TILE_LAYOUT)
@@ -232,8 +227,10 @@ def _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M: gl.
 def _multiply(
     x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The other warps: the sums of the program's tile."""
+    wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     for step in range(steps):
@@ -296,5 +293,5 @@ def _product_kernel(
     feed = (x, weight, x_tiles, w_tiles, full, empty, row, output, num_outputs, begin, steps)
     multiply = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
     feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, OVERLAP)
-    multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES)
+    multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, OVERLAP)
     gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])

@@ -11,7 +11,6 @@ under Triton's own language: who waits for what is written out, and there is no 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -30,6 +29,7 @@ from tokenmill.kernels.triton_attention import (
     LOG2_E,
     ROWS_PER_SEARCH,
     PagedRows,
+    is_hopper,
     num_processors,
 )
 
@@ -77,7 +77,7 @@ def can_take(k_TKD: torch.Tensor, v_TKD: torch.Tensor, rows: PagedRows, most_pai
     """Whether `prefill` knows this device, these numbers and layouts, and rows fill more than one group."""
     return (
         k_TKD.is_cuda
-        and _capability(k_TKD.device) == (9, 0)
+        and is_hopper(k_TKD.device)
         and k_TKD.element_size() == 2
         and k_TKD.shape[2] == HEAD_DIM
         and rows.key_cache_NBKD.shape[1] % PAGE_TOKENS.value == 0
@@ -137,11 +137,6 @@ def prefill(
         ALTERNATE=tiling.alternate,
         num_warps=4,
     )
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _step_tiles(x_TKD: torch.Tensor, keys: int) -> TensorDescriptor:

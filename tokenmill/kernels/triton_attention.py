@@ -37,6 +37,12 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has the instructions of `hopper_*.py`."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def store(
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
