@@ -5,7 +5,8 @@
 
 A step is one captured graph over random weights in the shapes of a public model, each layer with its own, so
 that nothing stays in the cache. `separate` is cuBLAS and one kernel for each operation, `fused` what
-`kernels/linear.py` and the attention backend choose, `overlap` the same with programmatic dependent launch.
+`kernels/linear.py` (in a graph) and the attention backend choose, `overlap` the same with programmatic
+dependent launch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 
 from tokenmill.kernels import linear, triton_linear, triton_overlap
 from tokenmill.kernels.activation import gated_silu
+from tokenmill.kernels.launching import replayed
 from tokenmill.kernels.linear import add_norm_linear, add_norm_linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
@@ -138,7 +140,11 @@ class Network:
         return F.linear(x, self.head)
 
     def fused(self, x: torch.Tensor, rotation: Any, cache: CacheSlots) -> torch.Tensor:
-        """Logits, by the kernels chosen for so many rows."""
+        """Logits, by the kernels chosen for so many rows of a step that is captured."""
+        with replayed():
+            return self._fused(x, rotation, cache)
+
+    def _fused(self, x: torch.Tensor, rotation: Any, cache: CacheSlots) -> torch.Tensor:
         residual = torch.zeros_like(x)
         for layer in self.layers:
             qkv, residual = add_norm_linear(
@@ -266,11 +272,11 @@ def candidates(size: int, num_outputs: int, gated: bool) -> Iterator[LinearTilin
 
 def compare_ways(network: Network, inputs: dict[str, Any]) -> None:
     """Every product by cuBLAS, and every product streamed."""
-    before = linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES
+    before = linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS
     for title, rows, small in (("cuBLAS", 0, 0), ("streamed", len(inputs["x"]), sys.maxsize)):
-        linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES = rows, small
+        linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS = rows, small, 0
         print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
-    linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES = before
+    linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS = before
 
 
 def tune(name: str, rows: int) -> None:
