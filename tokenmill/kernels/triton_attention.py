@@ -39,8 +39,8 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether a CUDA device has the instructions of `hopper_*.py`."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether a GPU has the instructions of `hopper_*.py`; those of other makers may give the same number."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def store(
