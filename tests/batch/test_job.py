@@ -389,6 +389,15 @@ def test_a_batch_file_of_openai_gets_its_two_files(do: Callable[..., Any], out: 
     assert out.read_bytes() == before
 
 
+def test_the_summary_tells_sampling_parameters_as_they_are(do: Callable[..., Any]) -> None:
+    params = {"max_new_tokens": 3, "temperature": 0.5, "stop": ["\n", "."], "ignore_eos": True}
+    schema = json.dumps({"type": "object", "properties": {f"name{i}": {"type": "string"} for i in range(40)}})
+    told = do(capitals(1), sampling_params={**params, "json_schema": schema})["job"]["sampling_params"]
+    assert {name: told[name] for name in params} == params
+    assert told["json_schema"].endswith("...")
+    assert len(told["json_schema"]) < 300
+
+
 def test_a_name_is_made_where_none_is_given(tmp_path: Path, tiny_engine: Engine) -> None:
     source = write(tmp_path / "in.jsonl", capitals(2))
     summary = batch.run(source, engine=tiny_engine, sampling_params=SHORT)

@@ -19,6 +19,7 @@ from tokenmill.batch.engine_facts import engine_facts, look_at_device
 from tokenmill.batch.figures import Figures
 from tokenmill.batch.files import JobFiles
 from tokenmill.batch.journal import Journal
+from tokenmill.batch.json_text import brief
 from tokenmill.batch.keys import Keys, fingerprint
 from tokenmill.batch.ledger import Ledger
 from tokenmill.batch.line_file import LineFile
@@ -36,7 +37,7 @@ from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
 from tokenmill.frontend.planning import Plan
-from tokenmill.sampling_params import SamplingParams, check_whole, show
+from tokenmill.sampling_params import SamplingParams, check_whole
 
 if TYPE_CHECKING:
     from tokenmill.engine import Engine
@@ -146,7 +147,7 @@ class BatchJob:
                 **self.files.to_dict(),
                 "resumed": self.resumed,
                 "engine": self._facts,
-                "sampling_params": {name: show(each) for name, each in self._config.sampling_params.items()},
+                "sampling_params": {name: brief(each) for name, each in self._config.sampling_params.items()},
             },
             **told,
             **({} if plan is None else {"plan": predicted_and_actual(plan, told)}),

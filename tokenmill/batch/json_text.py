@@ -10,6 +10,8 @@ import json
 import math
 from typing import Any
 
+_LONGEST_LINE = 200
+
 
 def json_line(value: Any) -> bytes:
     """The value as JSON with a line end."""
@@ -27,6 +29,12 @@ def json_bytes(value: Any) -> bytes:
         text = _encode(_finite(value))
     # Half a surrogate pair is written by its number, in the very form that JSON has for it.
     return text.encode(errors="backslashreplace")
+
+
+def brief(value: Any) -> Any:
+    """The value as plain data, if that is not much more than a line; else the beginning of its JSON."""
+    data = json_bytes(value)
+    return json.loads(data) if len(data) <= _LONGEST_LINE else f"{data.decode()[:_LONGEST_LINE]}..."
 
 
 def _told(value: Any) -> Any:
