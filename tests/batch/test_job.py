@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
@@ -396,6 +397,9 @@ def test_the_summary_tells_sampling_parameters_as_they_are(do: Callable[..., Any
     assert {name: told[name] for name in params} == params
     assert told["json_schema"].endswith("...")
     assert len(told["json_schema"]) < 300
+    odd = {**params, "logit_bias": {np.int64(5): 1.0}}  # whose name JSON has not
+    told = do(capitals(1), "odd.jsonl", sampling_params=odd)["job"]["sampling_params"]
+    assert "5" in told["logit_bias"]
 
 
 def test_a_name_is_made_where_none_is_given(tmp_path: Path, tiny_engine: Engine) -> None:

@@ -1,6 +1,6 @@
-"""Run `kernels/hopper_prefill.py` on the CPU: a thread for each group of warps, NumPy for what they compute.
+"""Run `kernels/hopper_*.py` on the CPU: a thread for each group of warps, NumPy for what they compute.
 
-Gluon has no interpreter. This one knows only what that file uses, and what matters there: which numbers lie
+Gluon has no interpreter. This one knows only what those files use, and what matters there: which numbers lie
 where in shared memory, and who waits for whom. Layouts in registers, fences and speed are not its business.
 """
 
@@ -29,6 +29,12 @@ class Tensor(np.ndarray):
 
     def to(self, dtype: Any) -> Tensor:
         return self.astype(dtype)
+
+    def permute(self, order: tuple[int, ...]) -> Tensor:
+        return self.transpose(order)
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        return self[..., 0], self[..., 1]
 
 
 def tensor(value: Any) -> Tensor:
@@ -186,14 +192,14 @@ class Kernel:
     def __call__(self, *arguments: Any) -> Any:
         return self.function(*arguments)
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
             values = [
                 Pointer.to(x) if isinstance(x, torch.Tensor) else tensor(x) if isinstance(x, int) else x
                 for x in arguments
             ]
-            for place in range(grid[0]):
-                _program.place, _program.count = place, grid[0]
+            for place in np.ndindex(grid):
+                _program.place, _program.count = place, grid
                 self.function(*values, **constants)
 
         return launch
@@ -227,13 +233,14 @@ def load_module(path: Path) -> ModuleType:
         max=lambda x, axis: tensor(np.fmax.reduce(x, axis)),
         sum=lambda x, axis: tensor(np.sum(x, axis)),
         exp2=lambda x: tensor(np.exp2(x)),
+        exp=lambda x: tensor(np.exp(x)),
         load=_load,
         store=_store,
         static_range=range,
         convert_layout=lambda x, layout: x,
         thread_barrier=_nothing,
-        program_id=lambda axis: tensor(_program.place),
-        num_programs=lambda axis: tensor(_program.count),
+        program_id=lambda axis: tensor(_program.place[axis]),
+        num_programs=lambda axis: tensor(_program.count[axis]),
         num_warps=_nothing,
         warp_specialize=_warp_specialize,
         allocate_shared_memory=_allocate,
@@ -251,7 +258,7 @@ def load_module(path: Path) -> ModuleType:
     source = path.read_text()
     kept, _, rest = source.partition("from triton.experimental import gluon\n")
     rest = rest[rest.index("from tokenmill") :]
-    module = ModuleType("hopper_prefill_on_cpu")
+    module = ModuleType(f"{path.stem}_on_cpu")
     sys.modules[module.__name__] = module
     module.__dict__.update(
         gluon=SimpleNamespace(jit=_jit),
@@ -260,7 +267,7 @@ def load_module(path: Path) -> ModuleType:
         mbarrier=SimpleNamespace(
             init=_init,
             expect=lambda barrier, size: barrier.change(1, int(size)),
-            arrive=lambda barrier: barrier.change(1, 0),
+            arrive=lambda barrier, pred=True: barrier.change(1, 0) if pred else None,
             wait=lambda barrier, phase: barrier.wait(phase),
             MBarrierLayout=lambda: "barrier",
         ),
@@ -270,4 +277,6 @@ def load_module(path: Path) -> ModuleType:
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)
+    # Programs run one after the other here.
+    module.__dict__.update(let_next_begin=_nothing, wait_for_inputs=_nothing)
     return module

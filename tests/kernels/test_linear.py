@@ -185,7 +185,7 @@ def test_which_products_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not plain._is_streamed(x.float(), small.float())
 
 
-# ── tiles of some hundred rows: their kernel runs on Hopper GPUs only, see tests/gpu ──────────
+# ── tiles of some hundred rows: the choice; the kernel is in test_hopper_linear.py and tests/gpu ──
 
 
 @given(
@@ -211,6 +211,56 @@ def test_tilings_fit_the_device(
     each = tiling.outputs // 2 if gated else tiling.outputs
     programs = tiling.pieces * -(-num_rows // tiling.rows) * -(-num_outputs // each)
     assert programs <= processors or (gated and num_rows <= 64)  # few rows may take turns
+
+
+@given(
+    num_rows=st.integers(3, 256),
+    size=st.integers(1, 1500).map(lambda number: 8 * number),
+    num_outputs=st.integers(1, 12_000),
+    gated=st.booleans(),
+    may_split=st.booleans(),
+    processors=st.integers(60, 160),
+)
+def test_the_warm_up_launches_every_tiling(
+    num_rows: int, size: int, num_outputs: int, gated: bool, may_split: bool, processors: int
+) -> None:
+    """Nothing may be left to compile while a step is captured."""
+    hopper_linear = pytest.importorskip("tokenmill.kernels.hopper_linear")
+    from tokenmill.runner.warmup import _TILED
+
+    def chosen(rows: int) -> Any:
+        return hopper_linear.choose_tiling(
+            rows, size, num_outputs, gated=gated, may_split=may_split, processors=processors
+        )
+
+    assert chosen(num_rows) == chosen(min(rows for rows in _TILED if rows >= num_rows))
+    assert max(_TILED) == plain.MOST_TILED_ROWS
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "capability", "expected"),
+    [
+        ("3.6.0", "13.0", (9, 0), True),
+        ("3.7.0", "13.0", (9, 0), False),
+        ("3.6.0", "13.0", (8, 0), False),
+        ("3.6.0", None, (9, 0), False),
+    ],
+)
+def test_kernels_for_hopper_need_their_device_and_their_triton(
+    version: str,
+    cuda: str | None,
+    capability: tuple[int, int],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton = pytest.importorskip("triton")
+    from tokenmill.kernels.triton_attention import has_hopper_kernels
+
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_hopper_kernels.__wrapped__(torch.device("cuda:0")) is expected
+    assert not has_hopper_kernels(torch.device("cpu"))
 
 
 def test_products_of_small_models_are_tiled_and_those_of_large_ones_are_not() -> None:

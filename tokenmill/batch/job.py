@@ -19,7 +19,7 @@ from tokenmill.batch.engine_facts import engine_facts, look_at_device
 from tokenmill.batch.figures import Figures
 from tokenmill.batch.files import JobFiles
 from tokenmill.batch.journal import Journal
-from tokenmill.batch.json_text import brief
+from tokenmill.batch.json_text import in_short
 from tokenmill.batch.keys import Keys, fingerprint
 from tokenmill.batch.ledger import Ledger
 from tokenmill.batch.line_file import LineFile
@@ -147,7 +147,9 @@ class BatchJob:
                 **self.files.to_dict(),
                 "resumed": self.resumed,
                 "engine": self._facts,
-                "sampling_params": {name: brief(each) for name, each in self._config.sampling_params.items()},
+                "sampling_params": {
+                    name: in_short(each) for name, each in self._config.sampling_params.items()
+                },
             },
             **told,
             **({} if plan is None else {"plan": predicted_and_actual(plan, told)}),

@@ -10,6 +10,8 @@ import json
 import math
 from typing import Any
 
+from tokenmill.sampling_params import brief
+
 _LONGEST_LINE = 200
 
 
@@ -31,10 +33,13 @@ def json_bytes(value: Any) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def brief(value: Any) -> Any:
-    """The value as plain data, if that is not much more than a line; else the beginning of its JSON."""
-    data = json_bytes(value)
-    return json.loads(data) if len(data) <= _LONGEST_LINE else f"{data.decode()[:_LONGEST_LINE]}..."
+def in_short(value: Any) -> Any:
+    """The value as plain data, if that is not much more than a line; else the beginning of its text."""
+    try:
+        text = json_bytes(value).decode()
+    except (TypeError, RecursionError):  # names that JSON has not, or values nested too deep
+        return brief(value)
+    return json.loads(text) if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
 
 
 def _told(value: Any) -> Any:

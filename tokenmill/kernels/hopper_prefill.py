@@ -29,7 +29,6 @@ from tokenmill.kernels.triton_attention import (
     LOG2_E,
     ROWS_PER_SEARCH,
     PagedRows,
-    is_hopper,
     num_processors,
 )
 
@@ -74,11 +73,9 @@ def pays(longest_query: int, longest_row: int) -> bool:
 
 
 def can_take(k_TKD: torch.Tensor, v_TKD: torch.Tensor, rows: PagedRows, most_pairs: int) -> bool:
-    """Whether `prefill` knows this device, these numbers and layouts, and rows fill more than one group."""
+    """Whether `prefill` knows these numbers and layouts, and rows fill more than one group."""
     return (
-        k_TKD.is_cuda
-        and is_hopper(k_TKD.device)
-        and k_TKD.element_size() == 2
+        k_TKD.element_size() == 2
         and k_TKD.shape[2] == HEAD_DIM
         and rows.key_cache_NBKD.shape[1] % PAGE_TOKENS.value == 0
         and most_pairs > GROUP_QUERIES.value

@@ -109,8 +109,11 @@ def _tiled(
     """The product by our own tiles, where they are known to be faster. They are slow to launch."""
     if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
         return None
+    from tokenmill.kernels.triton_attention import has_hopper_kernels, num_processors
+
+    if not has_hopper_kernels(x_NI.device):
+        return None
     from tokenmill.kernels import hopper_linear
-    from tokenmill.kernels.triton_attention import num_processors
 
     if not hopper_linear.can_take(x_NI, weight_OI):
         return None

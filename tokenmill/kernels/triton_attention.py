@@ -38,9 +38,17 @@ def num_processors(device: torch.device) -> int:
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether a GPU has the instructions of `hopper_*.py`; those of other makers may give the same number."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether `hopper_*.py` can be imported and used: a Hopper GPU, and the Gluon that they are written in.
+
+    Gluon is another one in each Triton, and GPUs of other makers may give the same capability.
+    """
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and triton.__version__.split(".")[:2] == ["3", "6"]
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 def store(

@@ -11,15 +11,19 @@ table. The query heads of one key head share a program: they need the same keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import COPY_ALIGNMENT, LOG2_E, ROWS_PER_SEARCH, PagedRows
+from tokenmill.kernels.triton_attention import (
+    COPY_ALIGNMENT,
+    LOG2_E,
+    ROWS_PER_SEARCH,
+    PagedRows,
+    has_hopper_kernels,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +82,17 @@ def prefill(
     kernel and tile.
     """
     pairs = longest_query * (q_THD.shape[1] // k_TKD.shape[1])
-    hopper = _hopper() if window is None else None
-    if (
-        hopper is not None
-        and hopper.pays(longest_query, longest_row)
-        and hopper.can_take(k_TKD, v_TKD, rows, pairs)
-    ):
-        hopper.prefill(
-            q_THD, k_TKD, v_TKD, rows,
-            query_starts=query_starts, longest_query=longest_query, scale=scale, out_THD=out_THD,
-        )  # fmt: skip
-        return
+    if window is None and has_hopper_kernels(k_TKD.device):
+        from tokenmill.kernels import hopper_prefill
+
+        if hopper_prefill.pays(longest_query, longest_row) and hopper_prefill.can_take(
+            k_TKD, v_TKD, rows, pairs
+        ):
+            hopper_prefill.prefill(
+                q_THD, k_TKD, v_TKD, rows,
+                query_starts=query_starts, longest_query=longest_query, scale=scale, out_THD=out_THD,
+            )  # fmt: skip
+            return
     tiling = prefill_tiling(q_THD.shape[2], q_THD.element_size(), pairs)
     _prefill(
         q_THD, k_TKD, v_TKD, rows, tiling,
@@ -145,16 +149,6 @@ def _prefill(
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
     )
-
-
-@cache
-def _hopper() -> ModuleType | None:
-    """The kernel of its own that Hopper GPUs have; None where this Triton's Gluon is not the one it knows."""
-    if triton.__version__.split(".")[:2] != ["3", "6"]:
-        return None
-    from tokenmill.kernels import hopper_prefill
-
-    return hopper_prefill
 
 
 def _tiles(x_TKD: torch.Tensor, keys: int, block_dim: int) -> TensorDescriptor | None:

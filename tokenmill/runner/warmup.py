@@ -44,6 +44,8 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
     (0, ((512, 16),)),
     (1, ((1, 16), (2, 0))),
 )
+# Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
+_TILED = (64, 128, 192, 256)
 _PLAIN = SamplingNeeds(random=True, filters=False)
 _FILTERED = SamplingNeeds(random=True, filters=True)
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.
@@ -96,7 +98,8 @@ class Scout:
             for num_decodes, rows in _STEPS:
                 self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
             most = self._placement.max_running_requests
-            for size in [*(2**power for power in range(most.bit_length())), most]:
+            powers = (2**power for power in range(most.bit_length()))
+            for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind(_PLAIN))
             self._decode(1, StepKind(_FILTERED))
             for size in (1, most):
