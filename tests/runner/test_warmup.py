@@ -69,14 +69,18 @@ def test_a_scout_runs_every_kind_of_step(
         scout(make_model(), context_length=context_length).compile().wait()
     assert all(max(lengths) <= -(-context_length // 16) * 16 for _, _, lengths in steps)
     decodes = {len(counts) for num_decodes, counts, _ in steps if num_decodes == len(counts)}
-    assert decodes == {1, 2, 4, 8}
+    # Prompts of up to 256 tokens are graphs, too, however few rows may run.
+    assert decodes == {1, 2, 4, 8, 64, 128, 192, 256}
     mixed = [counts for num_decodes, counts, _ in steps if 0 < num_decodes < len(counts)]
     assert mixed
     longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}
     assert {min(count, context_length) for count in (2, 64, 512)} <= longest
 
 
-def test_a_scout_runs_the_kernels(make_model: Callable[..., Path], triton_device: str) -> None:
+def test_a_scout_runs_the_kernels(
+    make_model: Callable[..., Path], triton_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "_TILED", ())  # more rows of the same kernels take the interpreter a minute
     with torch.inference_mode():
         scout(make_model("qwen3"), context_length=2).compile().wait()
 
