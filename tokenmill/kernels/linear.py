@@ -29,21 +29,31 @@ def linear(
 
     Rounds as `activation.gated_silu` of a product does, whichever kernel is chosen.
     """
-    if _is_streamed(x_NI, weight_OI):
-        from tokenmill.kernels import triton_linear
-
-        return triton_linear.linear(x_NI, weight_OI, bias_O, gated=gated)
-    tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=False)
-    if tiled is not None:
-        return tiled
-    y_NO = F.linear(x_NI, weight_OI, bias_O)
-    return gated_silu(y_NO) if gated else y_NO
+    return _product(x_NI, weight_OI, bias_O, gated=gated, may_split=False)
 
 
 def addend(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """`linear` for `norm.add_rms_norm`: [N, O], or float32 [P, N, O], pieces that are still to be summed."""
-    tiled = _tiled(x_NI, weight_OI, bias_O, gated=False, may_split=True)
-    return linear(x_NI, weight_OI, bias_O) if tiled is None else tiled
+    return _product(x_NI, weight_OI, bias_O, gated=False, may_split=True)
+
+
+def _product(
+    x_NI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    *,
+    gated: bool,
+    may_split: bool,
+) -> torch.Tensor:
+    if _is_streamed(x_NI, weight_OI):
+        from tokenmill.kernels import triton_linear
+
+        return triton_linear.linear(x_NI, weight_OI, bias_O, gated=gated)
+    tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
+    if tiled is not None:
+        return tiled
+    y_NO = F.linear(x_NI, weight_OI, bias_O)
+    return gated_silu(y_NO) if gated else y_NO
 
 
 def add_norm_linear(
