@@ -27,6 +27,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
+GROUND |= {"cache_folder", "garbage", "imports"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -80,6 +81,9 @@ GRANTS: dict[str, set[str]] = {
     "metrics": {"errors"},
     "sampling_params": set(),
     "patterns": set(),
+    "cache_folder": set(),
+    "garbage": set(),
+    "imports": set(),
     "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
@@ -99,9 +103,12 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},
     "parallel": {"errors"},
-    "kernels": set(),
+    "kernels": {"cache_folder"},
     "metrics": {"errors"},
     "tiny": set(),
+    "cache_folder": set(),
+    "garbage": set(),
+    "imports": {"cache_folder", "garbage"},
 }
 
 # Below the line: the mill, the model, and the kernels.
@@ -118,8 +125,9 @@ TORCH_PARTS = {
     "parallel",
 }
 TORCH_MODULES = {"kvcache.pool"}
-# These may give tensors to callers who ask for them, and import torch only then, inside a function.
-TORCH_WHEN_ASKED = {"frontend.insight"}
+# These import torch or Triton inside a function only: one gives tensors to callers who ask for them, the
+# other prepares for an import of torch.
+TORCH_WHEN_ASKED = {"frontend.insight", "imports"}
 
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800

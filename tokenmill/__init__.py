@@ -28,6 +28,7 @@ from tokenmill.errors import (
     WrongState,
     WrongType,
 )
+from tokenmill.imports import kept_byte_code
 from tokenmill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("tokenmill.batch")
     if name != "Engine":
         raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
-    from tokenmill.engine import Engine
+    with kept_byte_code("torch"):
+        from tokenmill.engine import Engine
 
     globals()["Engine"] = Engine
     return Engine

@@ -23,7 +23,8 @@ from tokenmill.frontend.failures import failed_result, row_error
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
-from tokenmill.frontend.turns import Turns, uncollected
+from tokenmill.frontend.turns import Turns
+from tokenmill.garbage import uncollected
 from tokenmill.messages import EngineFacts
 from tokenmill.sampling_params import check_whole, show
 

@@ -14,7 +14,8 @@ from typing import Any, SupportsIndex, overload
 from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
-from tokenmill.frontend.turns import Turns, uncollected
+from tokenmill.frontend.turns import Turns
+from tokenmill.garbage import uncollected
 from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 ABORTED = 499  # as web servers note that a client has gone

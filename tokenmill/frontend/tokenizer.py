@@ -24,6 +24,7 @@ from tokenmill.frontend.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
+from tokenmill.imports import quick_imports
 from tokenmill.messages import Request
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Tokenizer:
                 f"{path!r} has no tokenizer files; name another folder or hub id as tokenizer_path, or pass "
                 "skip_tokenizer_init=True to work with input_ids and output_ids only"
             )
-        from transformers import AutoTokenizer
+        with quick_imports(for_gpu=config.device != "cpu" and not config.core_process):
+            from transformers import AutoTokenizer  # which imports torch
 
         loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
         return cls(loaded)

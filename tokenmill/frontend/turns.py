@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 
+from tokenmill.garbage import uncollected
 from tokenmill.messages import Need
 
 # Longest that a thread works on rows before the core's thread gets a turn; it would wait 5 ms for one.
@@ -58,18 +59,3 @@ def seldom_collected() -> Iterator[Callable[[], None]]:
 
     with uncollected() as was_collecting:
         yield collect_if_due
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[bool]:
-    """While many objects are made that stay and have no cycles: looking through them is for nothing.
-
-    Gives whether the collector was on.
-    """
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield is_collecting
-    finally:
-        if is_collecting:
-            gc.enable()

@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import importlib.util
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from tokenmill.cache_folder import cache_folder
 
 _log = logging.getLogger("tokenmill")
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -69,7 +70,7 @@ def _compiled(compiler: list[str], dtype: torch.dtype) -> Path:
     source = _SOURCE.read_bytes()
     facts = [*compiler, *_FLAGS, str(_DTYPES[dtype]), platform.machine(), _processor()]
     name = hashlib.sha256(source + "\n".join(facts).encode()).hexdigest()[:24]
-    folder = _cache_folder()
+    folder = cache_folder() or Path(tempfile.mkdtemp(prefix="tokenmill-"))  # a home that cannot be written to
     path = folder / f"cpu-{name}.so"
     if not path.exists():
         # Under another name first: a second process may be doing the same.
@@ -79,16 +80,6 @@ def _compiled(compiler: list[str], dtype: torch.dtype) -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             made.replace(path)
     return path
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "tokenmill"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # a home that cannot be written to
-    return folder
 
 
 def _processor() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tokenmill.imports import quick_imports
+
 if TYPE_CHECKING:
     from tokenmill.config import EngineConfig
     from tokenmill.messages import Runner
@@ -13,6 +15,7 @@ __all__ = ["start"]
 
 def start(config: EngineConfig) -> Runner:
     """Load the model, size the page pool, and return a runner that is ready for its first plan."""
-    from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
+    with quick_imports(for_gpu=config.device != "cpu"):
+        from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
 
-    return LocalRunner(config)
+        return LocalRunner(config)

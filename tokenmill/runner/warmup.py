@@ -101,8 +101,8 @@ class Scout:
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind(_PLAIN))
-            self._decode(1, StepKind(_FILTERED))
             for size in (1, most):
+                self._decode(size, StepKind(_FILTERED))
                 self._decode(size, StepKind(_PLAIN, longest=SHORT_KEYS))
                 self._decode(size, StepKind(_PLAIN, max_pieces=most_pieces(size)))
             if self._may_have_grammars:

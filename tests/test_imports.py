@@ -1,0 +1,80 @@
+"""The first start keeps Python's byte code where nobody else does, and leaves Python's settings alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+ROOT = Path(__file__).parents[1]
+# Imports `made`, and prints whether Python's settings are what they were.
+SCRIPT = """
+import sys
+from tokenmill.imports import kept_byte_code
+
+before = sys.dont_write_bytecode, sys.pycache_prefix
+with kept_byte_code("made"):
+    import made
+print(made.ANSWER, made.__cached__, before == (sys.dont_write_bytecode, sys.pycache_prefix))
+"""
+
+
+def import_made(folder: Path, *flags: str, **environment: str) -> tuple[str, Path, bool]:
+    """What `made` says, where its byte code is or would be, and whether the settings are as before."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", SCRIPT],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answer, cached, is_as_before = done.stdout.split()
+    return answer, Path(cached), is_as_before == "True"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "made.py").write_text("ANSWER = 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", [{"flags": ("-B",)}, {"environment": {"PYTHONDONTWRITEBYTECODE": "1"}}])
+def test_byte_code_goes_to_the_cache_folder_where_python_would_keep_none(folder: Path, how: dict) -> None:
+    answer, cached, is_as_before = import_made(folder, *how.get("flags", ()), **how.get("environment", {}))
+    assert (answer, is_as_before) == ("1", True)
+    assert cached.is_file()
+    assert cached.is_relative_to(folder / "cache" / "tokenmill" / "bytecode")
+    assert not (folder / "__pycache__").exists()
+
+
+def test_kept_byte_code_is_used_and_follows_the_source(folder: Path) -> None:
+    _, cached, _ = import_made(folder, "-B")
+    written = cached.stat().st_mtime_ns
+    assert import_made(folder, "-B")[0] == "1"
+    assert cached.stat().st_mtime_ns == written
+    (folder / "made.py").write_text("ANSWER = 'another'\n")
+    assert import_made(folder, "-B")[0] == "another"
+
+
+def test_python_keeps_its_own_byte_code_where_it_may(folder: Path) -> None:
+    _, cached, is_as_before = import_made(folder)
+    assert (cached.is_file(), cached.parent, is_as_before) == (True, folder / "__pycache__", True)
+    # Now it is there, and nothing is lost when Python may not write.
+    _, found, _ = import_made(folder, "-B")
+    assert found == cached
+    assert not (folder / "cache" / "tokenmill" / "bytecode").exists()
+
+
+def test_a_home_that_cannot_be_written_to_changes_nothing(folder: Path) -> None:
+    (folder / "file").write_text("")
+    answer, cached, is_as_before = import_made(folder, "-B", XDG_CACHE_HOME=str(folder / "file"))
+    assert (answer, is_as_before, cached.exists()) == ("1", True, False)
