@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tokenmill.cache_folder import cache_folder
-from tokenmill.garbage import uncollected
+from tokenmill.garbage import make_old, uncollected
 
 
 @contextmanager
@@ -27,6 +27,7 @@ def quick_imports(*, for_gpu: bool) -> Iterator[None]:
     try:
         with uncollected(), kept_byte_code("torch"):  # a tenth of the time would go to the collector
             yield
+            make_old()
     finally:
         if for_gpu:
             thread.join()

@@ -219,6 +219,23 @@ def test_ids_outside_the_vocabulary_name_place_value_and_limit(bad: int) -> None
             read(input_ids=[np.int64(bad)])
 
 
+@pytest.mark.parametrize("odd", [True, False, np.bool_(True), 1.0, "1", None])
+@pytest.mark.parametrize("place", [0, 5, 9])
+def test_what_is_no_integer_is_found_anywhere(odd: Any, place: int) -> None:
+    row: list[Any] = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    row[place] = odd
+    with raises(WrongType, f"input_ids[1][{place}] must be an integer"):
+        read(input_ids=[[0, 1], row])
+
+
+def test_other_integers_count_as_what_they_are() -> None:
+    class Index:
+        def __index__(self) -> int:
+            return 1
+
+    assert ids_of(read(input_ids=[[np.int64(1), 0, np.uint8(2)], [Index(), 5]])) == [[1, 0, 2], [1, 5]]
+
+
 def test_endless_ranges_are_refused_at_once() -> None:
     for endless in (range(10**30), range(-(10**12), 5), range(0, 10**12, 7)):
         with raises(InvalidArgument, "input_ids[", str(VOCAB)):
@@ -254,6 +271,16 @@ def test_one_for_all_or_one_each() -> None:
     assert [request.params.temperature for request in job.requests] == [0.5, 1.0, 0.0]
     job = read("a", SimpleNamespace(top_k=4))
     assert job.requests[0].params.top_k == 4
+
+
+def test_equal_parameters_are_read_once() -> None:
+    same, other, again = read(["a"] * 3, [{"top_k": 4}, {"top_k": 5}, {"top_k": 4}]).requests
+    assert same.params is again.params
+    assert (same.params.top_k, other.params.top_k) == (4, 5)
+    with raises(ValueError, "sampling_params[1]", "top_k"):  # although True == 1
+        read(["a", "b"], [{"top_k": 1}, {"top_k": True}])
+    texts = read(["a", "b"], [{"stop_token_ids": [1]}, {"stop_token_ids": [2]}]).requests
+    assert [request.params.stop_token_ids for request in texts] == [(1,), (2,)]
 
 
 @pytest.mark.parametrize(

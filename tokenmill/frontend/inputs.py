@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from tokenmill.frontend.options import (
 from tokenmill.frontend.prompts import Prompts, read_prompts, token_ids
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
+from tokenmill.garbage import uncollected
 from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show
 
@@ -41,6 +42,7 @@ _STOP_SEARCH_INTERVAL = 4
 _LOGPROB_INTERVAL = 64
 _64_BITS = 2**64 - 1
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 _NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -119,6 +121,7 @@ class InputReader:
         twin._random, twin._random_lock = random.Random(), threading.Lock()
         return twin
 
+    @uncollected()
     def read(
         self,
         prompt: Any = None,
@@ -198,7 +201,7 @@ class InputReader:
     # ── sampling parameters ──
 
     def _read_settings(self, value: Any, prompts: Prompts, faults: Faults, *, stream: bool) -> list[Settings]:
-        """One entry for each prompt; a value used for several prompts is read once."""
+        """One entry for each prompt; a value used for several prompts, or an equal one, is read once."""
         count = len(prompts)
         if not isinstance(value, list | tuple):
             if not prompts.single:
@@ -217,12 +220,13 @@ class InputReader:
                 f"sampling_params has length {len(value)}, but {prompts.name} has length {count}; "
                 "give one dict for all, or one for each"
             )
-        known: dict[int, Settings] = {}
+        known: dict[Hashable, Settings] = {}
 
         def settings_of(index: int, item: Any) -> Settings:
-            if id(item) not in known:
-                known[id(item)] = self.settings(item, index, stream=stream)
-            return known[id(item)]
+            key = _content(item)
+            if key not in known:
+                known[key] = self.settings(item, index, stream=stream)
+            return known[key]
 
         settings = self._completed(value, faults.each("sampling_params", value, settings_of, None))
         for index, each in enumerate(settings):
@@ -411,6 +415,14 @@ class _Numbers:
     id: str
     seed: int
     max_new_tokens: int
+
+
+def _content(params: Any) -> Hashable:
+    """Equal for sampling parameters that say the same; cheap, so for plain dicts only."""
+    if type(params) is not dict:
+        return id(params)
+    types = tuple(map(type, params.values()))  # True and 1.0 are equal to 1, but not the same as it
+    return (tuple(params.items()), types) if _PLAIN_TYPES.issuperset(types) else id(params)
 
 
 def _request(

@@ -5,8 +5,10 @@ Owns what single and batch mean, and what a text and a token id may be.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,26 +136,34 @@ def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
         for position in (0, -1):
             if not 0 <= items[position] < vocab_size:
                 raise _outside(f"{place}[{position}]", items[position], vocab_size)
-    # The types of a row are looked at in C, so that a long row of plain integers costs next to nothing.
-    if set(map(type, items)) - {int}:
-        items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
     if not items:
         raise InvalidArgument(f"{place} is empty; give at least one token id")
-    try:
-        ids = np.frombuffer(array("i", items), dtype=np.int32)  # twice as fast as `np.array` of a list
-    except OverflowError:
-        ids = None
+    ids = _plain_ids(items)
+    if ids is None:
+        items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
+        ids = _plain_ids(items)
     if ids is None or ids.min() < 0 or ids.max() >= vocab_size:
         position = next(at for at, item in enumerate(items) if not 0 <= item < vocab_size)
-        raise _outside(f"{place}[{position}]", items[position], vocab_size)
+        raise _outside(f"{place}[{position}]", operator.index(items[position]), vocab_size)
     return ids
+
+
+def _plain_ids(items: Sequence[Any]) -> IntArray | None:
+    """The items as int32, which C finds out in one pass; None if not all of them are integers that small."""
+    try:
+        ids = np.frombuffer(array("i", items), dtype=np.int32)  # twice as fast as `np.array` of a list
+    except (OverflowError, TypeError):
+        return None
+    # Only these can be booleans, which count as integers there.
+    return ids if all(type(items[at]) is int for at in np.flatnonzero((ids == 0) | (ids == 1))) else None
 
 
 def _token_id(item: Any, place: str) -> int:
     number = plain(item)
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise WrongType(f"{place} must be an integer (a token id), got {show(item)}")
-    return int(number)
+    if not isinstance(number, bool):
+        with suppress(TypeError):
+            return operator.index(number)
+    raise WrongType(f"{place} must be an integer (a token id), got {show(item)}")
 
 
 def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int) -> IntArray:
