@@ -73,6 +73,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(runner, "Recorder", Again)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 0)
     monkeypatch.setattr(triton_backend, "SHARING_BYTES", 0)  # these models are too small for it to pay
     # Only steps with prompts are of interest.
     monkeypatch.setattr(graphs.DecodeGraphs, "replay", lambda *_, **__: None)
@@ -180,12 +181,13 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 2)
     folder, (prompt, *_) = make_model("llama", num_hidden_layers=2), prompts()
     greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     with sgl.Engine(
         model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
     ) as engine:
-        for length, captured, replayed in [(20, 0, 0), (19, 1, 1), (5, 1, 2), (6, 2, 3)]:
+        for length, captured, replayed in [(20, 0, 0), (19, 1, 1), (5, 1, 2), (6, 1, 3), (5, 2, 4)]:
             result = engine.generate(input_ids=prompt[:length], sampling_params=greedy)
             assert result["output_ids"] == transformers_greedy(folder, prompt[:length], 2)
             assert (graphs_on_the_cpu.captured, graphs_on_the_cpu.replayed) == (captured, replayed)

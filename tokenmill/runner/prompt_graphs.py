@@ -26,12 +26,12 @@ from tokenmill.sampling import sample
 
 _log = logging.getLogger("tokenmill")
 
-# A graph costs about as much as launching this many steps of its shape kernel by kernel; of long steps, which
-# keep the device busy for a part of that time, it saves less.
-_STEPS_BEFORE_CAPTURE = 3
-_LONG_STEP_FACTOR = 3
+# Capturing a step costs about as much as launching it kernel by kernel, so what comes again is captured;
+# where a larger graph serves meanwhile, only after so many steps.
+_STEPS_BEFORE_CAPTURE = 1
+_PADDED_STEPS_BEFORE_CAPTURE = 5
 # A graph holds some memory of the device; those of the first shapes stay.
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 128
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
 _LAUNCH_SECONDS = 0.025
 _TOKENS = (
@@ -153,16 +153,16 @@ class PromptGraphs:
         """A shape that has a graph, with room for all of the given one, which may get its own now."""
         if shape not in self._graphs:
             self._steps[shape] += 1
-            factor = _LONG_STEP_FACTOR if shape.tokens >= _LONG_STEP else 1
-            is_rare = self._steps[shape] <= factor * _STEPS_BEFORE_CAPTURE
-            if is_rare or len(self._graphs) >= self._most_graphs:
-                return self._larger(shape)
+            larger = self._larger(shape)
+            few = _STEPS_BEFORE_CAPTURE if larger is None else _PADDED_STEPS_BEFORE_CAPTURE
+            if self._steps[shape] <= few or len(self._graphs) >= self._most_graphs:
+                return larger
             try:
                 self._graphs[shape] = self._capture(shape)
             except torch.OutOfMemoryError:
                 _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
                 self._most_graphs = len(self._graphs)
-                return self._larger(shape)
+                return larger
         return shape
 
     def _larger(self, shape: StepShape) -> StepShape | None:

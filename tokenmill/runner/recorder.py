@@ -104,8 +104,8 @@ class Recorder:
         self._num_bytes = None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            if not self._used:  # cuBLAS takes its workspace for this stream
-                step()
+            if not self._used:
+                self._take_workspaces()
             self._used = True
             try:
                 graph, made = self._capture(step)
@@ -119,6 +119,14 @@ class Recorder:
         seconds = time.perf_counter() - began
         _log.debug("captured %s, in %.3f s", title, seconds)
         return Graph(graph, made, seconds)
+
+    def _take_workspaces(self) -> None:
+        """Let cuBLAS have what it wants for a stream, which must not come from the memory of a graph."""
+        square = torch.zeros((16, 16), dtype=torch.bfloat16, device=self._device)
+        torch.mm(square, square)
+        torch.addmm(
+            square[0], square, square
+        )  # with a bias it is another library with a workspace of its own
 
     def _capture(self, step: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
         """The step as a graph, and what it will make. Nothing runs."""
