@@ -1,25 +1,68 @@
-"""Python's collector of garbage, held back where it would only look through what stays."""
+"""Python's collector of garbage, held back where it would only look through what stays.
+
+It looks through everything in the process every few thousand rows, for a quarter of a second each time, in
+which no other thread gets on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
+import time
 from collections.abc import Iterator
+
+_COLLECTION_SECONDS = 60.0
+
+
+class _Holds:
+    """The blocks of all threads in which the collector is to be off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._was_on = False
+        self._due = 0.0
+
+    def add(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._was_on = gc.isenabled()
+                self._due = time.monotonic() + _COLLECTION_SECONDS
+                gc.disable()
+            self._count += 1
+
+    def remove(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._was_on:
+                gc.enable()
+
+    def collect_if_due(self) -> None:
+        if self._was_on and time.monotonic() > self._due:
+            self._due = time.monotonic() + _COLLECTION_SECONDS
+            gc.collect()
+
+
+_holds = _Holds()
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[bool]:
-    """While many objects are made that stay and have no cycles: looking through them is for nothing.
-
-    Gives whether the collector was on.
-    """
-    is_collecting = gc.isenabled()
-    gc.disable()
+def uncollected() -> Iterator[None]:
+    """While many objects are made that stay or have no cycles. Blocks may overlap, also in other threads."""
+    _holds.add()
     try:
-        yield is_collecting
+        yield
     finally:
-        if is_collecting:
-            gc.enable()
+        _holds.remove()
+
+
+def collect_if_due() -> None:
+    """To be called now and then in a long `uncollected` block: collects once in a minute after all.
+
+    Others may make garbage meanwhile. Where the collector was off already, it stays off.
+    """
+    _holds.collect_if_due()
 
 
 def make_old() -> None:

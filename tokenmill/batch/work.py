@@ -25,7 +25,7 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.failures import failed_result
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.iteration import Entry, Finished, RowRunner
-from tokenmill.frontend.turns import seldom_collected
+from tokenmill.garbage import collect_if_due, uncollected
 
 # Records that are read together: enough to tokenize them in one go.
 _ROWS_AT_ONCE = 256
@@ -79,7 +79,7 @@ class Work:
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
         finished = cast(Generator[Finished], self._runner.run(self._entries(), fills_up_first=True))
-        with contextlib.closing(finished), seldom_collected() as collect_if_due:
+        with contextlib.closing(finished), uncollected():
             for entry, results in finished:
                 row = self._flying.pop(entry.index)
                 self._figures.finished(results)

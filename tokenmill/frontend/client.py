@@ -33,8 +33,8 @@ from tokenmill.frontend.observers import open_observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
-from tokenmill.frontend.turns import Turns, seldom_collected
-from tokenmill.garbage import uncollected
+from tokenmill.frontend.turns import Turns
+from tokenmill.garbage import collect_if_due, uncollected
 from tokenmill.messages import Core, EngineFacts, Finish, Need, Output, Request
 from tokenmill.metrics import Metrics
 
@@ -144,7 +144,7 @@ class Client:
         return results[0] if call.shape.single else results
 
     def _wait(self, call: Call, woken: queue.SimpleQueue[None], interrupts: Interrupts) -> None:
-        with self._progress(call) as report, seldom_collected() as collect_if_due:
+        with self._progress(call) as report, uncollected():
             while call.num_unfinished and not interrupts.happened:
                 collect_if_due()
                 if advanced := self.advance(call, partial(woken.put, None)):

@@ -1,13 +1,10 @@
-"""How a thread does much for many rows: letting the core's thread in between, and without the collector."""
+"""How a thread does much for many rows: letting the core's thread in between."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from tokenmill.garbage import uncollected
 from tokenmill.messages import Need
 
 # Longest that a thread works on rows before the core's thread gets a turn; it would wait 5 ms for one.
@@ -15,7 +12,6 @@ _TURN_SECONDS = 0.0002
 # While a device waits for that thread, this one sleeps so long and so often at most before its next turn.
 _NAP_SECONDS = 0.0002
 _MOST_NAPS = 16
-_COLLECTION_SECONDS = 60.0
 
 
 class Turns:
@@ -39,23 +35,3 @@ class Turns:
             if self._core_need() != "now":
                 return
             time.sleep(_NAP_SECONDS)
-
-
-@contextlib.contextmanager
-def seldom_collected() -> Iterator[Callable[[], None]]:
-    """While very many objects come and go that have no cycles; call what it gives now and then.
-
-    The collector would look through everything in the process every few thousand rows, for a quarter of a
-    second each time, in which no other thread gets on. It does so once in a minute instead, should others
-    make garbage. Where it was off already, it stays off.
-    """
-    due = time.monotonic() + _COLLECTION_SECONDS
-
-    def collect_if_due() -> None:
-        nonlocal due
-        if was_collecting and time.monotonic() > due:
-            gc.collect()
-            due = time.monotonic() + _COLLECTION_SECONDS
-
-    with uncollected() as was_collecting:
-        yield collect_if_due
