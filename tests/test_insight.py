@@ -276,6 +276,43 @@ def test_hidden_states_are_those_of_transformers(engine: sgl.Engine, folder: Pat
             np.testing.assert_allclose(np.concatenate([given[0], given[1:]]), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"cumulative_stream": True}], ids=str)
+def test_the_last_hidden_state_is_that_of_the_last_token_before_a_stop(settings: dict[str, bool]) -> None:
+    """The text is looked at every few tokens only; what was computed past the stop must not be shown."""
+    prompt = "The capital of France is"
+    with sgl.Engine("tiny", device="cpu", dtype="float32", **settings) as engine:
+        whole = engine.generate(prompt, {**GREEDY, "max_new_tokens": 9}, return_hidden_states=True)
+        states = whole["meta_info"]["hidden_states"]
+        states = [states[0][-1], *states[1:]]
+        text = engine.get_tokenizer().decode
+        for place, token in enumerate(whole["output_ids"][:5]):
+            stops: list[dict[str, Any]] = [{"stop": text([token])}, {"stop_regex": text([token])}]
+            for stop, most in zip(stops * 2, (place + 1, place + 2, 8, 9), strict=True):
+                params = {**GREEDY, **stop, "max_new_tokens": most}
+                wish = {"return_hidden_states": "last"}
+                results = [
+                    engine.generate(prompt, params, **wish),
+                    *engine.generate([prompt], {**params, "n": 2}, **wish),
+                    [*engine.generate(prompt, params, stream=True, **wish)][-1],
+                    *engine.iter([prompt], params, **wish),
+                ]
+                for result in results:
+                    assert result["meta_info"]["finish_reason"]["type"] == "stop"
+                    num_tokens = result["meta_info"]["completion_tokens"]
+                    given = result["meta_info"]["hidden_states"]
+                    np.testing.assert_allclose(given, states[num_tokens - 1], atol=1e-4)
+
+
+def test_the_last_hidden_state_of_a_prompt_without_an_output(llm: sgl.Engine, folder: Path) -> None:
+    params = {"max_new_tokens": 0}
+    for more in ({}, {"return_logprob": True}, {"return_logprob": True, "logprob_start_len": 0}):
+        results = llm.generate(input_ids=PROMPTS, sampling_params=params, return_hidden_states="last", **more)
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert result["output_ids"] == []
+            expected = reference(folder, prompt)[1][-1]
+            np.testing.assert_allclose(result["meta_info"]["hidden_states"], expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("settings", [{}, {"cumulative_stream": True}, {"core_process": True}], ids=str)
 def test_hidden_states_come_in_the_form_asked_for(folder: Path, settings: dict[str, bool]) -> None:
     """Of results and of streams: one entry for each token, the same numbers as in lists, free to change."""

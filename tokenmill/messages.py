@@ -135,8 +135,9 @@ class Insight:
 
     prompt_logprobs: Logprobs | None = None  # of all wanted positions, once, with the first Output
     logprobs: Logprobs | None = None  # of the Output's tokens, or of `next_token`
-    next_token: int | None = None  # drawn for its log-probability only, where no token is wanted
-    # [tokens, hidden]; the first Output's begin with the prompt's positions.
+    next_token: int | None = None  # drawn for what is shown of it only, where no token is wanted
+    # [tokens, hidden]; the first Output's begin with the prompt's positions. Where only the last is wanted:
+    # one with the last Output, or those of all tokens where the text may end the output at any of them.
     hidden_states: FloatArray | None = None
 
 

@@ -98,7 +98,7 @@ class RequestExtras:
     def show_hidden_states(self, position: int, hidden: FloatArray) -> None:
         """Final hidden states from this position on: of the prompt, or of one that draws, or both."""
         if self._request.hidden_states == "last":
-            self._hidden = [hidden]
+            self._hidden = [*self._hidden, hidden] if self._may_be_cut else [hidden]
         elif position >= self._num_prompt:
             self._hidden.append(hidden)
         elif 0 <= (known := self._next_hidden - position) < len(hidden):
@@ -121,7 +121,7 @@ class RequestExtras:
 
     def _take_hidden(self, *, with_prompt: bool, is_last: bool) -> FloatArray | None:
         kind = self._request.hidden_states
-        if kind is None or (kind == "last" and not is_last):
+        if kind is None or (kind == "last" and not (is_last or self._may_be_cut)):
             return None
         rows, self._hidden = self._hidden, []
         if with_prompt:
@@ -135,6 +135,11 @@ class RequestExtras:
         if options.prompt_start == 0:  # nothing precedes the first token
             parts.insert(0, _unknown(options))
         return Logprobs.joined(parts) if parts else None
+
+    @property
+    def _may_be_cut(self) -> bool:
+        """Whether the last token of the output may be any of those reported, because its text ends it."""
+        return self._request.params.stops_on_text
 
     @property
     def _reads_prompt(self) -> bool:
