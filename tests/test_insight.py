@@ -397,6 +397,15 @@ def test_penalized_tokens_are_those_of_the_formulas(engine: sgl.Engine, folder: 
         assert result["output_ids"] == penalized_greedy(folder, prompt, 12, **changes), changes
 
 
+def test_no_end_comes_too_early(llm: sgl.Engine) -> None:
+    """Not even one that `ignore_eos` lets pass."""
+    end = llm.get_tokenizer().eos_token_id
+    for ignores in (False, True):
+        params = {"temperature": 0, "max_new_tokens": 6, "min_new_tokens": 4, "ignore_eos": ignores}
+        output = llm.generate(input_ids=PROMPTS[1], sampling_params={**params, "logit_bias": {end: 1000.0}})
+        assert [token == end for token in output["output_ids"]] == [False] * 4 + [True] * (1 + ignores)
+
+
 def test_requests_were_pushed_back(folder: Path) -> None:
     """The small pool of these tests does what it is there for."""
     with sgl.Engine(

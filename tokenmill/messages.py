@@ -71,6 +71,8 @@ class Request:
     # Output tokens that were reported already, by a core that died: the request goes on behind them, and
     # nothing of its prompt is shown again.
     output_ids: tuple[int, ...] = ()
+    # Token ids that cannot be drawn while fewer than `params.min_new_tokens` are out.
+    held_ids: tuple[int, ...] = ()
 
     def copy(self, *, id: str, seed: int) -> Request:
         """The same with another id and seed; `dataclasses.replace` takes three times as long."""
@@ -258,7 +260,7 @@ class RowStarts:
     min_ps: FloatArray  # [N]
     seeds: NDArray[np.uint64]  # [N]
     min_new_tokens: IntArray  # [N]
-    stop_ids: tuple[tuple[int, ...], ...]  # [N] ids masked while fewer than `min_new_tokens` are out
+    held_ids: tuple[tuple[int, ...], ...]  # [N] ids masked while fewer than `min_new_tokens` are out
     extras: tuple[RowExtras | None, ...] = ()  # [N]; empty: no row has any
 
 
