@@ -73,6 +73,7 @@ class Request:
     output_ids: tuple[int, ...] = ()
     # Token ids that cannot be drawn while fewer than `params.min_new_tokens` are out.
     held_ids: tuple[int, ...] = ()
+    rid: str = ""  # what its caller calls it, for its logit processor; `id` may be another in the core
 
     def copy(self, *, id: str, seed: int) -> Request:
         """The same with another id and seed; `dataclasses.replace` takes three times as long."""

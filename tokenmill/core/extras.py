@@ -21,7 +21,7 @@ class ProcessedRequest:
     """A request as its logit processor sees it, under the key `__req__`; it may keep its own notes on it."""
 
     def __init__(self, request: Request, tokens: array[int]) -> None:
-        self.rid = request.id
+        self.rid = request.rid
         self.origin_input_ids: list[int] = request.prompt_ids.tolist()
         self._tokens = tokens
 

@@ -464,6 +464,7 @@ def _request(
         grammar=settings.grammar,
         processor=asked.processor,
         held_ids=settings.held_ids,
+        rid=numbers.id,
     )
 
 
