@@ -255,6 +255,46 @@ def test_what_cannot_be_asked_for(llm: sgl.Engine) -> None:
             llm.generate(input_ids=PROMPTS[1], sampling_params={"logit_bias": value})
 
 
+def test_samples_have_the_logprobs_of_their_prompt_though_the_first_fails(llm: sgl.Engine) -> None:
+    def fail_first(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        if any(params["__req__"].rid == "mine_0" for params in custom_param_list):
+            raise ValueError("for the test")
+        return logits
+
+    wishes: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    results = llm.generate(
+        input_ids=PROMPTS[1],
+        sampling_params={"max_new_tokens": 2, "n": 3},
+        rid="mine",
+        custom_logit_processor=fail_first,
+        on_error="return",
+        **wishes,
+    )
+    assert [result["error"] is None for result in results] == [False, True, True]
+    for result in results:
+        assert len(result["meta_info"]["input_token_logprobs"]) == len(PROMPTS[1])
+        assert len(result["meta_info"]["input_top_logprobs"]) == len(PROMPTS[1])
+
+
+def test_of_a_prompt_that_never_ran_nothing_is_shown(llm: sgl.Engine) -> None:
+    llm.pause_generation("in_place")
+    try:
+        results = llm.generate(
+            input_ids=PROMPTS,
+            return_logprob=True,
+            logprob_start_len=[0, 0, 2, 0],
+            top_logprobs_num=2,
+            token_ids_logprob=[5],
+            timeout=0.05,
+        )
+    finally:
+        llm.continue_generation()
+    for result in results:
+        for name in ("token", "top", "token_ids"):
+            assert result["meta_info"][f"input_{name}_logprobs"] == []
+            assert result["meta_info"][f"output_{name}_logprobs"] == []
+
+
 # ── hidden states ──
 
 

@@ -132,9 +132,13 @@ class RequestExtras:
         parts, self._prompt_logprobs = self._prompt_logprobs, []
         if options.prompt_start >= self._num_prompt:
             return None
-        if options.prompt_start == 0:  # nothing precedes the first token
+        if options.prompt_start == 0 and (parts or self._has_drawn):  # nothing precedes the first token
             parts.insert(0, _unknown(options))
         return Logprobs.joined(parts) if parts else None
+
+    @property
+    def _has_drawn(self) -> bool:
+        return len(self._tokens) > self._num_prompt or self.next_token is not None
 
     @property
     def _may_be_cut(self) -> bool:
