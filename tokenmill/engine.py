@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
-from tokenmill.arguments import resolve_arguments
-from tokenmill.config import EngineConfig
+from tokenmill.arguments import ServerArgs, resolve_arguments
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.calls import Call
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
@@ -54,7 +53,7 @@ class Engine:
         if model_path is not None:
             arguments["model_path"] = model_path
         began = time.perf_counter()
-        self.config: EngineConfig = resolve_arguments(arguments)
+        self.config = ServerArgs.of(resolve_arguments(arguments))
         logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
         self._template = ChatTemplate(self._tokenizer, self.config.chat_template)
@@ -348,8 +347,8 @@ class Engine:
     # ── facts and control ─────────────────────────────────────────────────────────────────────
 
     @property
-    def server_args(self) -> EngineConfig:
-        """The arguments of this engine; SGLang's name for `config`."""
+    def server_args(self) -> ServerArgs:
+        """The arguments of this engine, by SGLang's names, too; the same as `config`."""
         return self.config
 
     @property

@@ -152,7 +152,7 @@ class Control:
     ) -> tuple[bool, str]:
         """See `Engine.update_weights_from_tensor`."""
         raises = not returns_errors(on_error)
-        _check_load_format(load_format, ("auto",))
+        _check_load_format(load_format, ("auto", "direct"))
         success, message = self._client.call_core(
             "update_weights_from_tensor",
             named_tensors=_named_tensors(named_tensors),
