@@ -15,12 +15,10 @@ from typing import Any, Literal, Self, Unpack
 
 from tokenmill.arguments import ServerArgs, resolve_arguments
 from tokenmill.errors import InvalidArgument
-from tokenmill.frontend.calls import Call
-from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
+from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager
 from tokenmill.frontend.facts import model_info
-from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.iteration import Order, RowRunner
@@ -28,6 +26,7 @@ from tokenmill.frontend.iterator import ResultIterator
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.planning import Plan, Planner
+from tokenmill.frontend.preparing import Preparation
 from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.scoring import ScoreOptions, ScoreResult, Scoring
 from tokenmill.frontend.sessions import Sessions
@@ -56,7 +55,7 @@ class Engine:
         self.config = ServerArgs.of(resolve_arguments(arguments))
         logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
-        self._template = ChatTemplate(self._tokenizer, self.config.chat_template)
+        template = ChatTemplate(self._tokenizer, self.config.chat_template)
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
         self._close = weakref.finalize(self, self._client.close)
@@ -65,8 +64,9 @@ class Engine:
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
-        self._lint = PromptLint(self._tokenizer)
-        self._items = ItemReader(self._reader, self._template, self._client.facts, self._lint)
+        lint = PromptLint(self._tokenizer)
+        self._items = ItemReader(self._reader, template, self._client.facts, lint)
+        self._preparation = Preparation(self._client, self._reader, self._sessions, template, lint)
         self.planner = Planner(self.config, self._client, self._reader.apart())
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
@@ -102,7 +102,9 @@ class Engine:
         Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
         """
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
-        call = self._prepare(prompt, sampling_params, input_ids, rid, stream, {**media, **options})
+        call = self._preparation.generate(
+            prompt, sampling_params, input_ids, rid, stream, {**media, **options}
+        )
         return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
 
     async def async_generate(
@@ -122,7 +124,7 @@ class Engine:
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
         # Tokenizing many prompts takes a while; the loop goes on meanwhile.
         call = await asyncio.to_thread(
-            self._prepare, prompt, sampling_params, input_ids, rid, stream, {**media, **options}
+            self._preparation.generate, prompt, sampling_params, input_ids, rid, stream, {**media, **options}
         )
         return (
             self._client.stream_async(call, owner=self)
@@ -168,31 +170,6 @@ class Engine:
         every request. Ids that are not in flight are ignored.
         """
         self._client.abort(check_text("rid", rid), every=check_flag("abort_all", abort_all))
-
-    def _prepare(
-        self,
-        prompt: Any,
-        sampling_params: Any,
-        input_ids: Any,
-        rid: Any,
-        stream: Any,
-        options: dict[str, Any],
-    ) -> Call:
-        streams = check_flag("stream", stream)
-        session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
-        job = self._reader.read(
-            prompt,
-            sampling_params,
-            input_ids,
-            rid=rid,
-            stream=streams,
-            options=options,
-            session=session,
-            faults=Faults.of(options),
-        )
-        if input_ids is None and not job.errors:
-            self._lint.look(prompt)
-        return self._client.prepare(job, stream=streams)
 
     def plan(self, *arguments: Any, **options: Any) -> Plan:
         """What `generate` with the same arguments would take: tokens, cache hits, time and memory.
@@ -269,7 +246,7 @@ class Engine:
         asked = ChatOptions(
             tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
-        call = self._prepare_chat(messages, asked, sampling_params, rid, stream, {**options})
+        call = self._preparation.chat(messages, asked, sampling_params, rid, stream, {**options})
         return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
 
     async def async_chat(
@@ -291,38 +268,13 @@ class Engine:
             tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
         call = await asyncio.to_thread(
-            self._prepare_chat, messages, asked, sampling_params, rid, stream, {**options}
+            self._preparation.chat, messages, asked, sampling_params, rid, stream, {**options}
         )
         return (
             self._client.stream_async(call, owner=self)
             if call.streams
             else await self._client.run_async(call)
         )
-
-    def _prepare_chat(
-        self,
-        messages: Any,
-        asked: ChatOptions,
-        sampling_params: Any,
-        rid: Any,
-        stream: Any,
-        options: dict[str, Any],
-    ) -> Call:
-        check_chat_options(options)
-        streams = check_flag("stream", stream)
-        faults = Faults.of(options)
-        session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
-        job = self._reader.read(
-            input_ids=self._template.token_ids(messages, asked, faults),
-            sampling_params=sampling_params,
-            rid=rid,
-            stream=streams,
-            options=options,
-            session=session,
-            source="messages",
-            faults=faults,
-        )
-        return self._client.prepare(job, stream=streams)
 
     def open_session(
         self,
