@@ -11,13 +11,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from tokenmill.arguments import ServerArgs, resolve_arguments
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.client import Client
-from tokenmill.frontend.control import Control, TokenizerManager
+from tokenmill.frontend.control import Control, TokenizerManager, missing
 from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
@@ -327,6 +327,10 @@ class Engine:
         version = sys.modules["tokenmill"].__version__  # an import would close a circle
         return self._control.server_info(self.config, version, self._startup_seconds)
 
+    def get_all_child_pids(self) -> list[int]:
+        """The process of the core, if it has one of its own (`core_process`)."""
+        return self._control.child_pids()
+
     def get_metrics(self) -> str:
         """Figures in Prometheus' text format. Raises `InvalidArgument` without `enable_metrics=True`."""
         return self._control.metrics_text()
@@ -441,6 +445,12 @@ class Engine:
     def shutdown(self) -> None:
         """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""
         self._close()
+
+    if not TYPE_CHECKING:  # which knows what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises for what is not there; for a method of SGLang's it says which feature is missing."""
+            raise missing(self, name)
 
     def __enter__(self) -> Self:
         return self
