@@ -8,6 +8,7 @@ import gc
 import gzip
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -183,6 +184,24 @@ def test_server_info(llm: sgl.Engine) -> None:
     assert state["memory_usage"]["kvcache"] == pytest.approx(info["cache_bytes"] / 2**30, rel=0.01)
     assert state["memory_usage"]["token_capacity"] == 4096
     assert state["effective_max_running_requests_per_dp"] == info["max_running_requests"]
+
+
+def test_the_processes_of_an_engine(llm: sgl.Engine) -> None:
+    assert llm.get_all_child_pids() == []
+    with sgl.Engine(device="cpu", core_process=True) as engine:
+        (child,) = engine.get_all_child_pids()
+        assert child != os.getpid()
+        os.kill(child, 0)  # it is there
+    assert engine.get_all_child_pids() == []
+
+
+def test_methods_of_features_to_come_say_so(llm: sgl.Engine) -> None:
+    for name, feature in (("encode", "embeddings"), ("load_lora_adapter", "LoRA adapters")):
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError, match=rf"Engine.{name} is not supported yet \({feature}\)"):
+            getattr(llm, name)("a")
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'generat'"):
+        _ = llm.generat  # type: ignore[attr-defined]
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import importlib.util
 import json
+import pickle
 import sys
 import threading
 import time
@@ -385,6 +387,31 @@ def test_facts(llm: sgl.Engine, byte_folder: Path) -> None:
     assert model["served_model_name"] == str(byte_folder)
     assert model["is_generation"]
     assert llm.server_args is llm.config
+
+
+def test_arguments_are_read_by_names_of_sglang(cores: list[Any], byte_folder: Path) -> None:
+    with sgl.Engine(str(byte_folder), page_size=32) as llm:
+        given = llm.server_args
+        assert (given.model, given.page_size, given.tp, given.tp_size) == (str(byte_folder), 32, 1, 1)
+        assert (given.quantization, given.lora_paths, given.kv_cache_dtype) == (None, [], "auto")
+        assert dataclasses.asdict(given)["page_size"] == pickle.loads(pickle.dumps(given)).page_size == 32
+        with pytest.raises(AttributeError, match=r"no argument 'tp_sise'.* Did you mean 'tp_size'"):
+            _ = given.tp_sise
+        with pytest.raises(AttributeError, match=r"'stream_output'.*the opposite of `cumulative_stream`"):
+            _ = given.stream_output
+
+
+def test_a_run_can_be_repeated_by_the_seed_that_was_drawn(cores: list[Any], byte_folder: Path) -> None:
+    def seeds(**arguments: Any) -> tuple[int, list[int]]:
+        with sgl.Engine(str(byte_folder), **arguments) as llm:
+            llm.generate(["a", "b"], {"n": 2})
+            assert llm.get_server_info()["random_seed"] == llm.server_args.random_seed
+            return llm.server_args.random_seed, [request.seed for request in cores[-1].submitted]
+
+    drawn, wanted = seeds()
+    assert 0 <= drawn < 2**30
+    assert seeds(random_seed=drawn) == (drawn, wanted)
+    assert seeds() != (drawn, wanted)
 
 
 def test_a_path_may_stand_alone(cores: list[Any], byte_folder: Path) -> None:

@@ -255,6 +255,46 @@ def test_what_cannot_be_asked_for(llm: sgl.Engine) -> None:
             llm.generate(input_ids=PROMPTS[1], sampling_params={"logit_bias": value})
 
 
+def test_samples_have_the_logprobs_of_their_prompt_though_the_first_fails(llm: sgl.Engine) -> None:
+    def fail_first(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        if any(params["__req__"].rid == "mine_0" for params in custom_param_list):
+            raise ValueError("for the test")
+        return logits
+
+    wishes: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    results = llm.generate(
+        input_ids=PROMPTS[1],
+        sampling_params={"max_new_tokens": 2, "n": 3},
+        rid="mine",
+        custom_logit_processor=fail_first,
+        on_error="return",
+        **wishes,
+    )
+    assert [result["error"] is None for result in results] == [False, True, True]
+    for result in results:
+        assert len(result["meta_info"]["input_token_logprobs"]) == len(PROMPTS[1])
+        assert len(result["meta_info"]["input_top_logprobs"]) == len(PROMPTS[1])
+
+
+def test_of_a_prompt_that_never_ran_nothing_is_shown(llm: sgl.Engine) -> None:
+    llm.pause_generation("in_place")
+    try:
+        results = llm.generate(
+            input_ids=PROMPTS,
+            return_logprob=True,
+            logprob_start_len=[0, 0, 2, 0],
+            top_logprobs_num=2,
+            token_ids_logprob=[5],
+            timeout=0.05,
+        )
+    finally:
+        llm.continue_generation()
+    for result in results:
+        for name in ("token", "top", "token_ids"):
+            assert result["meta_info"][f"input_{name}_logprobs"] == []
+            assert result["meta_info"][f"output_{name}_logprobs"] == []
+
+
 # ── hidden states ──
 
 
@@ -274,6 +314,43 @@ def test_hidden_states_are_those_of_transformers(engine: sgl.Engine, folder: Pat
             assert len(given) == len(result["output_ids"])
             assert np.shape(given[0]) == (len(prompt), expected.shape[1])
             np.testing.assert_allclose(np.concatenate([given[0], given[1:]]), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cumulative_stream": True}], ids=str)
+def test_the_last_hidden_state_is_that_of_the_last_token_before_a_stop(settings: dict[str, bool]) -> None:
+    """The text is looked at every few tokens only; what was computed past the stop must not be shown."""
+    prompt = "The capital of France is"
+    with sgl.Engine("tiny", device="cpu", dtype="float32", **settings) as engine:
+        whole = engine.generate(prompt, {**GREEDY, "max_new_tokens": 9}, return_hidden_states=True)
+        states = whole["meta_info"]["hidden_states"]
+        states = [states[0][-1], *states[1:]]
+        text = engine.get_tokenizer().decode
+        for place, token in enumerate(whole["output_ids"][:5]):
+            stops: list[dict[str, Any]] = [{"stop": text([token])}, {"stop_regex": text([token])}]
+            for stop, most in zip(stops * 2, (place + 1, place + 2, 8, 9), strict=True):
+                params = {**GREEDY, **stop, "max_new_tokens": most}
+                wish = {"return_hidden_states": "last"}
+                results = [
+                    engine.generate(prompt, params, **wish),
+                    *engine.generate([prompt], {**params, "n": 2}, **wish),
+                    [*engine.generate(prompt, params, stream=True, **wish)][-1],
+                    *engine.iter([prompt], params, **wish),
+                ]
+                for result in results:
+                    assert result["meta_info"]["finish_reason"]["type"] == "stop"
+                    num_tokens = result["meta_info"]["completion_tokens"]
+                    given = result["meta_info"]["hidden_states"]
+                    np.testing.assert_allclose(given, states[num_tokens - 1], atol=1e-4)
+
+
+def test_the_last_hidden_state_of_a_prompt_without_an_output(llm: sgl.Engine, folder: Path) -> None:
+    params = {"max_new_tokens": 0}
+    for more in ({}, {"return_logprob": True}, {"return_logprob": True, "logprob_start_len": 0}):
+        results = llm.generate(input_ids=PROMPTS, sampling_params=params, return_hidden_states="last", **more)
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert result["output_ids"] == []
+            expected = reference(folder, prompt)[1][-1]
+            np.testing.assert_allclose(result["meta_info"]["hidden_states"], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"cumulative_stream": True}, {"core_process": True}], ids=str)
@@ -358,6 +435,15 @@ def test_penalized_tokens_are_those_of_the_formulas(engine: sgl.Engine, folder: 
     results = engine.generate(input_ids=prompts, sampling_params=params)
     for prompt, changes, result in zip(prompts, CHANGES, results, strict=True):
         assert result["output_ids"] == penalized_greedy(folder, prompt, 12, **changes), changes
+
+
+def test_no_end_comes_too_early(llm: sgl.Engine) -> None:
+    """Not even one that `ignore_eos` lets pass."""
+    end = llm.get_tokenizer().eos_token_id
+    for ignores in (False, True):
+        params = {"temperature": 0, "max_new_tokens": 6, "min_new_tokens": 4, "ignore_eos": ignores}
+        output = llm.generate(input_ids=PROMPTS[1], sampling_params={**params, "logit_bias": {end: 1000.0}})
+        assert [token == end for token in output["output_ids"]] == [False] * 4 + [True] * (1 + ignores)
 
 
 def test_requests_were_pushed_back(folder: Path) -> None:

@@ -273,6 +273,20 @@ def test_a_processor_sees_its_rows_and_their_requests(llm: sgl.Engine) -> None:
     assert max(calls) == 4
 
 
+def test_a_processor_knows_requests_by_the_ids_of_their_results(llm: sgl.Engine) -> None:
+    seen: set[str] = set()
+
+    def note(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        seen.update(params["__req__"].rid for params in custom_param_list)
+        return logits
+
+    params = {"max_new_tokens": 2, "n": 2}
+    named = llm.generate(["a", "b"], params, rid=["mine", "yours"], custom_logit_processor=note)
+    unnamed = llm.generate("a", params, custom_logit_processor=note)
+    iterated = llm.iter([{"prompt": "a", "rid": "theirs"}], params, custom_logit_processor=note)
+    assert seen == {result["meta_info"]["id"] for result in [*named, *unnamed, *iterated]}
+
+
 def test_a_failing_row_fails_alone(llm: sgl.Engine) -> None:
     """Its neighbour in the same call of the processor goes on."""
     good = {"max_new_tokens": 4, "custom_params": {"token_ids": [1]}}

@@ -175,6 +175,8 @@ def test_features_of_later_are_refused_and_say_so(name: str, value: Any) -> None
         ("a{99999999999}", "is not a regular expression"),
         ("a*", r"stop_regex 'a\*' matches the empty text"),
         ("$", "matches the empty text"),
+        (r"(?a:\w)?\w", r"it has \(\?a:\.\.\.\) or \(\?u:\.\.\.\), flags for a part"),
+        (r"é(?iu-s:b)", "flags for a part"),
         ("x" * 1025, "a pattern of 1025 bytes.*at most 1024"),
         (["ab"[i % 2] * (i + 1) for i in range(33)], "33 strings; at most 32"),
     ],
@@ -182,6 +184,11 @@ def test_features_of_later_are_refused_and_say_so(name: str, value: Any) -> None
 def test_patterns_that_cannot_stop_anything(given: Any, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         make(stop_regex=given)
+
+
+def test_patterns_that_only_look_as_if_they_had_flags_for_a_part() -> None:
+    for pattern in (r"(?a)\w\w", r"[(?a:]", r"\(?a:", "(?i:a)", "(?P<a>a)", "(?#a:)a"):
+        assert make(stop_regex=pattern).stop_regex == (pattern,)
 
 
 def test_patterns_are_a_tuple_each_of_them_once() -> None:

@@ -5,10 +5,12 @@ Owns the alias table and the checks of single values. It knows no hardware and l
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
 import os
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -89,6 +91,7 @@ _OTHERS = {
         *_rows(REFUSED, "refused"),
     ]
 }
+_SEED_BITS = 30  # as SGLang draws it
 _FIELDS = {entry.name: entry for entry in dataclasses.fields(EngineConfig)}
 
 
@@ -100,6 +103,28 @@ def argument_names() -> tuple[str, ...]:
 def other_names() -> tuple[ArgumentName, ...]:
     """Every accepted keyword that is not a field of `EngineConfig`, in the order of the tables."""
     return tuple(_OTHERS.values())
+
+
+class ServerArgs(EngineConfig):
+    """The arguments of one engine, for those who ask for them by any of SGLang's names."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ServerArgs:
+        """The same arguments, with a seed where none was given, so that whoever reads it can repeat a run."""
+        values = dict(vars(config))
+        if config.random_seed is None:
+            values["random_seed"] = random.SystemRandom().getrandbits(_SEED_BITS)
+        return cls(**values)
+
+    def __getattr__(self, name: str) -> Any:
+        """SGLang's default for an argument that is not one of ours: it is what is done here."""
+        if name in SPELLINGS:
+            return getattr(self, SPELLINGS[name])
+        row = _OTHERS.get(name)
+        if row is None or not row.neutral:
+            hint = _suggestion(name) if row is None else f" It is {row.note}."
+            raise AttributeError(f"Engine has no argument {name!r} that could be read.{hint}")
+        return copy.copy(row.neutral[0])
 
 
 # ── values of our fields ──────────────────────────────────────────────────────────────────────

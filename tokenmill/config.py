@@ -83,7 +83,7 @@ class EngineConfig:
     preferred_sampling_params: Mapping[str, Any] | None = _arg(
         None, "sampling parameters used where a request sets none"
     )
-    random_seed: int | None = _arg(None, "seed from which requests without one draw theirs")
+    random_seed: int | None = _arg(None, "seed from which requests without one draw theirs (default: drawn)")
     logprobs_ignore_temperature: bool = _arg(
         False, "tell the log-probabilities of outputs at temperature 1, whatever they were drawn with"
     )

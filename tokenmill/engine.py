@@ -11,17 +11,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from tokenmill.arguments import resolve_arguments
-from tokenmill.config import EngineConfig
+from tokenmill.arguments import ServerArgs, resolve_arguments
 from tokenmill.errors import InvalidArgument
-from tokenmill.frontend.calls import Call
-from tokenmill.frontend.chat import ChatOptions, ChatTemplate, check_chat_options
+from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.client import Client
-from tokenmill.frontend.control import Control, TokenizerManager
+from tokenmill.frontend.control import Control, TokenizerManager, missing
 from tokenmill.frontend.facts import model_info
-from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.iteration import Order, RowRunner
@@ -29,6 +26,7 @@ from tokenmill.frontend.iterator import ResultIterator
 from tokenmill.frontend.options import GenerateOptions
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.frontend.planning import Plan, Planner
+from tokenmill.frontend.preparing import Preparation
 from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.scoring import ScoreOptions, ScoreResult, Scoring
 from tokenmill.frontend.sessions import Sessions
@@ -54,10 +52,10 @@ class Engine:
         if model_path is not None:
             arguments["model_path"] = model_path
         began = time.perf_counter()
-        self.config: EngineConfig = resolve_arguments(arguments)
+        self.config = ServerArgs.of(resolve_arguments(arguments))
         logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
-        self._template = ChatTemplate(self._tokenizer, self.config.chat_template)
+        template = ChatTemplate(self._tokenizer, self.config.chat_template)
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
         self._close = weakref.finalize(self, self._client.close)
@@ -66,8 +64,9 @@ class Engine:
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)
-        self._lint = PromptLint(self._tokenizer)
-        self._items = ItemReader(self._reader, self._template, self._client.facts, self._lint)
+        lint = PromptLint(self._tokenizer)
+        self._items = ItemReader(self._reader, template, self._client.facts, lint)
+        self._preparation = Preparation(self._client, self._reader, self._sessions, template, lint)
         self.planner = Planner(self.config, self._client, self._reader.apart())
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
@@ -103,7 +102,9 @@ class Engine:
         Raises `InvalidArgument` (a ValueError) before any work, `EngineDead`, or `EngineClosed`.
         """
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
-        call = self._prepare(prompt, sampling_params, input_ids, rid, stream, {**media, **options})
+        call = self._preparation.generate(
+            prompt, sampling_params, input_ids, rid, stream, {**media, **options}
+        )
         return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
 
     async def async_generate(
@@ -123,7 +124,7 @@ class Engine:
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
         # Tokenizing many prompts takes a while; the loop goes on meanwhile.
         call = await asyncio.to_thread(
-            self._prepare, prompt, sampling_params, input_ids, rid, stream, {**media, **options}
+            self._preparation.generate, prompt, sampling_params, input_ids, rid, stream, {**media, **options}
         )
         return (
             self._client.stream_async(call, owner=self)
@@ -169,31 +170,6 @@ class Engine:
         every request. Ids that are not in flight are ignored.
         """
         self._client.abort(check_text("rid", rid), every=check_flag("abort_all", abort_all))
-
-    def _prepare(
-        self,
-        prompt: Any,
-        sampling_params: Any,
-        input_ids: Any,
-        rid: Any,
-        stream: Any,
-        options: dict[str, Any],
-    ) -> Call:
-        streams = check_flag("stream", stream)
-        session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
-        job = self._reader.read(
-            prompt,
-            sampling_params,
-            input_ids,
-            rid=rid,
-            stream=streams,
-            options=options,
-            session=session,
-            faults=Faults.of(options),
-        )
-        if input_ids is None and not job.errors:
-            self._lint.look(prompt)
-        return self._client.prepare(job, stream=streams)
 
     def plan(self, *arguments: Any, **options: Any) -> Plan:
         """What `generate` with the same arguments would take: tokens, cache hits, time and memory.
@@ -270,7 +246,7 @@ class Engine:
         asked = ChatOptions(
             tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
-        call = self._prepare_chat(messages, asked, sampling_params, rid, stream, {**options})
+        call = self._preparation.chat(messages, asked, sampling_params, rid, stream, {**options})
         return self._client.stream(call, owner=self) if call.streams else self._client.run(call)
 
     async def async_chat(
@@ -292,38 +268,13 @@ class Engine:
             tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
         call = await asyncio.to_thread(
-            self._prepare_chat, messages, asked, sampling_params, rid, stream, {**options}
+            self._preparation.chat, messages, asked, sampling_params, rid, stream, {**options}
         )
         return (
             self._client.stream_async(call, owner=self)
             if call.streams
             else await self._client.run_async(call)
         )
-
-    def _prepare_chat(
-        self,
-        messages: Any,
-        asked: ChatOptions,
-        sampling_params: Any,
-        rid: Any,
-        stream: Any,
-        options: dict[str, Any],
-    ) -> Call:
-        check_chat_options(options)
-        streams = check_flag("stream", stream)
-        faults = Faults.of(options)
-        session = self._sessions.continuation(options.get("session_params"), options.get("session_id"))
-        job = self._reader.read(
-            input_ids=self._template.token_ids(messages, asked, faults),
-            sampling_params=sampling_params,
-            rid=rid,
-            stream=streams,
-            options=options,
-            session=session,
-            source="messages",
-            faults=faults,
-        )
-        return self._client.prepare(job, stream=streams)
 
     def open_session(
         self,
@@ -348,8 +299,8 @@ class Engine:
     # ── facts and control ─────────────────────────────────────────────────────────────────────
 
     @property
-    def server_args(self) -> EngineConfig:
-        """The arguments of this engine; SGLang's name for `config`."""
+    def server_args(self) -> ServerArgs:
+        """The arguments of this engine, by SGLang's names, too; the same as `config`."""
         return self.config
 
     @property
@@ -375,6 +326,10 @@ class Engine:
         """
         version = sys.modules["tokenmill"].__version__  # an import would close a circle
         return self._control.server_info(self.config, version, self._startup_seconds)
+
+    def get_all_child_pids(self) -> list[int]:
+        """The process of the core, if it has one of its own (`core_process`)."""
+        return self._control.child_pids()
 
     def get_metrics(self) -> str:
         """Figures in Prometheus' text format. Raises `InvalidArgument` without `enable_metrics=True`."""
@@ -490,6 +445,12 @@ class Engine:
     def shutdown(self) -> None:
         """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""
         self._close()
+
+    if not TYPE_CHECKING:  # which knows what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises for what is not there; for a method of SGLang's it says which feature is missing."""
+            raise missing(self, name)
 
     def __enter__(self) -> Self:
         return self

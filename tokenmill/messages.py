@@ -71,6 +71,9 @@ class Request:
     # Output tokens that were reported already, by a core that died: the request goes on behind them, and
     # nothing of its prompt is shown again.
     output_ids: tuple[int, ...] = ()
+    # Token ids that cannot be drawn while fewer than `params.min_new_tokens` are out.
+    held_ids: tuple[int, ...] = ()
+    rid: str = ""  # what its caller calls it, for its logit processor; `id` may be another in the core
 
     def copy(self, *, id: str, seed: int) -> Request:
         """The same with another id and seed; `dataclasses.replace` takes three times as long."""
@@ -135,8 +138,9 @@ class Insight:
 
     prompt_logprobs: Logprobs | None = None  # of all wanted positions, once, with the first Output
     logprobs: Logprobs | None = None  # of the Output's tokens, or of `next_token`
-    next_token: int | None = None  # drawn for its log-probability only, where no token is wanted
-    # [tokens, hidden]; the first Output's begin with the prompt's positions.
+    next_token: int | None = None  # drawn for what is shown of it only, where no token is wanted
+    # [tokens, hidden]; the first Output's begin with the prompt's positions. Where only the last is wanted:
+    # one with the last Output, or those of all tokens where the text may end the output at any of them.
     hidden_states: FloatArray | None = None
 
 
@@ -257,7 +261,7 @@ class RowStarts:
     min_ps: FloatArray  # [N]
     seeds: NDArray[np.uint64]  # [N]
     min_new_tokens: IntArray  # [N]
-    stop_ids: tuple[tuple[int, ...], ...]  # [N] ids masked while fewer than `min_new_tokens` are out
+    held_ids: tuple[tuple[int, ...], ...]  # [N] ids masked while fewer than `min_new_tokens` are out
     extras: tuple[RowExtras | None, ...] = ()  # [N]; empty: no row has any
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenmill import constraints
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
-from tokenmill.patterns import check_repeats, matches_nothing
+from tokenmill.patterns import check_pattern, matches_nothing
 
 MAX_STOP_STRINGS = 32
 MAX_PATTERN_BYTES = 1024
@@ -214,7 +214,7 @@ def _stop_regex(name: str, value: object) -> tuple[str, ...]:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise InvalidArgument(f"{name} {pattern!r} is not a regular expression: {error}") from None
-        check_repeats(name, pattern)
+        check_pattern(name, pattern)
         if matches_nothing(name, pattern):
             raise InvalidArgument(
                 f"{name} {pattern!r} matches the empty text, so every output would end before it begins; "

@@ -240,6 +240,7 @@ def make_request() -> Callable[..., Request]:
         *,
         seed: int = 0,
         stop_ids: tuple[int, ...] = (),
+        held_ids: tuple[int, ...] = (),
         report_interval: int = 0,
         priority: int | None = None,
         timeout_seconds: float | None = None,
@@ -257,6 +258,7 @@ def make_request() -> Callable[..., Request]:
             priority=priority,
             timeout_seconds=timeout_seconds,
             cache_namespace=cache_namespace,
+            held_ids=held_ids,
         )
 
     return make

@@ -59,7 +59,7 @@ def test_row_starts_carry_the_parameters(harness: Make, make_request: Make) -> N
     settings = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "min_new_tokens": 2}
     loop.scheduler.submit(
         [
-            make_request("a", [1, 2, 3], seed=2**64 - 1, stop_ids=(9, 8), **settings),
+            make_request("a", [1, 2, 3], seed=2**64 - 1, held_ids=(9, 8), **settings),
             make_request("b", [1], temperature=0.0),
         ]
     )
@@ -73,7 +73,7 @@ def test_row_starts_carry_the_parameters(harness: Make, make_request: Make) -> N
     assert new.seeds.tolist() == [2**64 - 1, 0]
     assert new.seeds.dtype == np.uint64
     assert new.min_new_tokens.tolist() == [2, 0]
-    assert new.stop_ids == ((9, 8), ())
+    assert new.held_ids == ((9, 8), ())
 
 
 def test_a_long_prompt_comes_in_chunks_and_draws_after_the_last(harness: Make, make_request: Make) -> None:

@@ -290,6 +290,21 @@ def test_a_stop_string_that_spells_a_special_token(
         assert tokenizers["bytes"].open_text(request).push(ids, None) == (expected, 3, stop)
 
 
+@pytest.mark.parametrize("stop", [{"stop": "b\ufffd"}, {"stop_regex": "b\ufffd"}], ids=str)
+def test_a_stop_that_half_a_character_completes(
+    stop: dict[str, Any], tokenizers: dict[str, Tokenizer], make_request: Callable[..., Request]
+) -> None:
+    """The output ends inside a character, which becomes U+FFFD. An abort stays an abort."""
+    ids = [*b"ab\xe4\xbd"]
+    for keep, expected in [(False, "a"), (True, "ab\ufffd")]:
+        text = tokenizers["bytes"].open_text(make_request(no_stop_trim=keep, **stop))
+        pieces, count, finish = run(text, [[token] for token in ids])
+        assert ("".join(pieces), count, finish) == (expected, 4, Finish("stop", matched="b\ufffd"))
+    timeout = Finish("abort", status_code=408, error_type="timeout")
+    text = tokenizers["bytes"].open_text(make_request(**stop))
+    assert text.push(ids, timeout) == ("ab\ufffd", 4, timeout)
+
+
 def test_a_long_stop_string_costs_little() -> None:
     """A hostile one: the text looks like its start all the time."""
     watch = Stops(["a" * 5000 + "b"], keep=False)

@@ -395,6 +395,16 @@ def test_stop_ids() -> None:
         read(["a", "b"], [{}, {"stop_token_ids": [4, 300]}])
 
 
+def test_all_ends_are_held_back_until_enough_tokens_are_out() -> None:
+    """Also those that `ignore_eos` lets pass; a grammar says itself where an end may stand."""
+    least = {"min_new_tokens": 2}
+    assert read("a").requests[0].held_ids == ()
+    assert read("a", least).requests[0].held_ids == (257, 258, 256)
+    ignoring = least | {"ignore_eos": True, "stop_token_ids": [4]}
+    assert read("a", ignoring).requests[0].held_ids == (257, 258, 256, 4)
+    assert read("a", ignoring | {"regex": "a*"}).requests[0].held_ids == (4,)
+
+
 def test_a_vocabulary_of_stops_leaves_nothing_to_draw() -> None:
     everything = {"stop_token_ids": range(VOCAB)}
     assert len(read("a", everything).requests[0].stop_ids) == VOCAB

@@ -80,7 +80,7 @@ def test_pieces_make_the_whole(
         for number, size in enumerate(sizes):
             cut = num_cut if number == len(sizes) - 1 else 0
             part = Insight(logprobs=logprobs.at(slice(start, start + size)))
-            shown.take(part, num_arrived=size, num_kept=size - cut)
+            shown.take(part, num_arrived=size, num_kept=size - cut, is_last=cut > 0)
             start += size
             shown.make_entries(ids[: start - cut], str, is_last=False)
         shown.make_entries(ids[:kept], str, is_last=True)
@@ -100,7 +100,8 @@ def test_nothing_was_shown(make_request: MakeRequest) -> None:
 
 def test_a_token_drawn_for_its_log_probability_only(make_request: MakeRequest) -> None:
     shown = Shown(replace(make_request([1]), logprobs=LogprobOptions(1, 0, ())))
-    shown.take(Insight(logprobs=random_logprobs(1, 0, 0), next_token=42), num_arrived=0, num_kept=0)
+    insight = Insight(logprobs=random_logprobs(1, 0, 0), next_token=42)
+    shown.take(insight, num_arrived=0, num_kept=0, is_last=True)
     shown.make_entries([], None, is_last=True)
     [(value, token, text)] = shown.all_meta_info()["output_token_logprobs"]
     assert (token, text) == (42, None)

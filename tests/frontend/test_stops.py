@@ -59,6 +59,8 @@ ATOMS = [
     "(?i:A)",
     "[]a]",
     r"[\[b]",
+    r"[\]\N{BULLET}[]",
+    r"\N{BULLET}",
     r"\n",
 ]
 REPEATS = ["", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "*?", "+?", "??", "{1,2}?"]
@@ -109,7 +111,7 @@ def is_usable(pattern: str) -> bool:
 @given(
     chosen=st.lists(patterns().filter(is_usable), min_size=1, max_size=3),
     strings=st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
-    text=st.text("aaabbbc \n{}e]", min_size=1, max_size=14),
+    text=st.text("aaabbbc \n{}e]•\\[", min_size=1, max_size=14),
     cuts=st.lists(st.integers(1, 13)),
     keep=st.booleans(),
 )

@@ -28,7 +28,7 @@ def row_starts(*slots: int, **columns: Any) -> RowStarts:
         "min_ps": np.zeros(count, np.float32),
         "seeds": np.zeros(count, np.uint64),
         "min_new_tokens": ints(*[0] * count),
-        "stop_ids": ((),) * count,
+        "held_ids": ((),) * count,
     }
     return RowStarts(slots=ints(*slots), **(defaults | columns))
 
@@ -161,7 +161,7 @@ def test_stop_ids_are_masked_until_enough_tokens_are_out(rows: Rows) -> None:
             counts=ints(1, 1),
             samples=[True, True],
             token_ids=ints(1, 2),
-            new_rows=row_starts(0, 1, min_new_tokens=ints(2, 0), stop_ids=((8, 9), (8,))),
+            new_rows=row_starts(0, 1, min_new_tokens=ints(2, 0), held_ids=((8, 9), (8,))),
         )
 
     for start, masked in ((3, [[8, 9], [-1, -1]]), (4, [[8, 9], [-1, -1]]), (5, None)):

@@ -250,7 +250,8 @@ def test_unknown_load_formats(llm: sgl.Engine) -> None:
     with pytest.raises(sgl.InvalidArgument, match="load_format"):
         llm.update_weights_from_disk("tiny", load_format="dummy")
     assert llm.begin_weight_update()[0]
-    assert llm.update_weights_from_tensor([], load_format="auto")[0]
+    for load_format in (None, "auto", "direct"):
+        assert llm.update_weights_from_tensor([], load_format=load_format)[0]
     assert llm.end_weight_update()[0]
 
 

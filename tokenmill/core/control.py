@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
@@ -56,6 +57,7 @@ class Control:
             "flush_cache": self._flush_cache,
             "load": self._load,
             "state": self._state,
+            "process_id": os.getpid,
             "memory": lambda: runner.call("memory"),
             "check": scheduler.check_invariants,
             "device_seconds": self._device_seconds,

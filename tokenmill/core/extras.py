@@ -21,7 +21,7 @@ class ProcessedRequest:
     """A request as its logit processor sees it, under the key `__req__`; it may keep its own notes on it."""
 
     def __init__(self, request: Request, tokens: array[int]) -> None:
-        self.rid = request.id
+        self.rid = request.rid
         self.origin_input_ids: list[int] = request.prompt_ids.tolist()
         self._tokens = tokens
 
@@ -98,7 +98,7 @@ class RequestExtras:
     def show_hidden_states(self, position: int, hidden: FloatArray) -> None:
         """Final hidden states from this position on: of the prompt, or of one that draws, or both."""
         if self._request.hidden_states == "last":
-            self._hidden = [hidden]
+            self._hidden = [*self._hidden, hidden] if self._may_be_cut else [hidden]
         elif position >= self._num_prompt:
             self._hidden.append(hidden)
         elif 0 <= (known := self._next_hidden - position) < len(hidden):
@@ -121,7 +121,7 @@ class RequestExtras:
 
     def _take_hidden(self, *, with_prompt: bool, is_last: bool) -> FloatArray | None:
         kind = self._request.hidden_states
-        if kind is None or (kind == "last" and not is_last):
+        if kind is None or (kind == "last" and not (is_last or self._may_be_cut)):
             return None
         rows, self._hidden = self._hidden, []
         if with_prompt:
@@ -132,9 +132,18 @@ class RequestExtras:
         parts, self._prompt_logprobs = self._prompt_logprobs, []
         if options.prompt_start >= self._num_prompt:
             return None
-        if options.prompt_start == 0:  # nothing precedes the first token
+        if options.prompt_start == 0 and (parts or self._has_drawn):  # nothing precedes the first token
             parts.insert(0, _unknown(options))
         return Logprobs.joined(parts) if parts else None
+
+    @property
+    def _has_drawn(self) -> bool:
+        return len(self._tokens) > self._num_prompt or self.next_token is not None
+
+    @property
+    def _may_be_cut(self) -> bool:
+        """Whether the last token of the output may be any of those reported, because its text ends it."""
+        return self._request.params.stops_on_text
 
     @property
     def _reads_prompt(self) -> bool:

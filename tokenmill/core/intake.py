@@ -35,11 +35,15 @@ def drawn(flight: Flight, result: StepResult, ledger: LogprobLedger) -> Drawn:
     return Drawn(flight.states, tokens, flight.starting, flight.prompts_only)
 
 
-def show(flight: Flight, result: StepResult) -> None:
-    """Hand requests what they were shown of their prompts, and their hidden states."""
+def show_prompts(flight: Flight, result: StepResult) -> None:
+    """Hand requests the log-probabilities of their prompts."""
     for row, position, logprobs in result.prompt_logprobs:
         if (extras := flight.state(row).extras) is not None:
             extras.show_prompt_logprobs(position, logprobs)
+
+
+def show_hidden_states(flight: Flight, result: StepResult) -> None:
+    """Hand requests their hidden states, of the prompt and of draws."""
     for row, position, hidden in result.hidden_states:
         if (extras := flight.state(row).extras) is not None:
             extras.show_hidden_states(position, hidden)

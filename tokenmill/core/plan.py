@@ -169,7 +169,7 @@ def _row_starts(states: list[RequestState]) -> RowStarts:
         min_ps=np.array([each.min_p for each in params], dtype=np.float32),
         seeds=np.array([request.seed for request in requests], dtype=np.uint64),
         min_new_tokens=_ints([each.min_new_tokens for each in params]),
-        stop_ids=tuple(request.stop_ids for request in requests),
+        held_ids=tuple(request.held_ids for request in requests),
         extras=tuple(None if state.extras is None else state.extras.row() for state in states)
         if any(state.extras is not None for state in states)
         else (),

@@ -109,8 +109,9 @@ class RequestState:
 
     @property
     def draws(self) -> bool:
-        """Whether a token is drawn after the prompt, even if only to tell its log-probability."""
-        return self.request.max_new_tokens > 0 or self.request.logprobs is not None
+        """Whether a token is drawn after the prompt, even if only to show what it was drawn from."""
+        request = self.request
+        return request.max_new_tokens > 0 or request.logprobs is not None or request.hidden_states == "last"
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -135,7 +136,7 @@ class RequestState:
 
     def finish_with(self, token: int) -> Finish | None:
         """How the request ends with the token drawn last, if it does."""
-        if not self.request.max_new_tokens:  # drawn for its log-probability
+        if not self.request.max_new_tokens:  # drawn for what is shown of it
             assert self.extras is not None
             self.extras.next_token = self.tokens.pop()
             return Finish("length", length=0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
-from tokenmill.core.intake import drawn, failed, show
+from tokenmill.core.intake import drawn, failed, show_hidden_states, show_prompts
 from tokenmill.core.logprob_ledger import LogprobLedger
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
@@ -378,12 +378,13 @@ class Scheduler:
     def take_in(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns what is due to be reported."""
         flight = self._flights.popleft()
+        show_prompts(flight, result)  # also of rows that fail now: samples share the first one's
         outputs = [
             self._end(state, failed(failure), remember=False)
             for row, failure in result.failures
             if (state := flight.state(row)).finish is None
         ]
-        show(flight, result)
+        show_hidden_states(flight, result)
         step = drawn(flight, result, self._ledger)
         note_first_tokens(step.starting)
         self.num_drawn += len(step.tokens)

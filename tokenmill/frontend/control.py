@@ -62,6 +62,28 @@ _NOT_OFFERED = {
 }
 
 
+# Methods of SGLang's engine for features to come.
+_LATER = {
+    "encode": "embeddings",
+    "async_encode": "embeddings",
+    "rerank": "cross-encoders",
+    "async_rerank": "cross-encoders",
+    "load_lora_adapter": "LoRA adapters",
+    "async_load_lora_adapter": "LoRA adapters",
+    "load_lora_adapter_from_tensors": "LoRA adapters",
+    "unload_lora_adapter": "LoRA adapters",
+    "async_unload_lora_adapter": "LoRA adapters",
+}
+
+
+def missing(engine: object, name: str) -> AttributeError:
+    """The error for an attribute that `Engine` has not, with the feature it stands for in SGLang."""
+    message = f"{type(engine).__name__!r} object has no attribute {name!r}"
+    if name in _LATER:
+        message = f"Engine.{name} is not supported yet ({_LATER[name]})"
+    return AttributeError(message, name=name, obj=engine)
+
+
 class Control:
     """Checks the arguments of control calls and asks the core. Every method may be called from any thread."""
 
@@ -91,6 +113,14 @@ class Control:
         gc.collect()
         gc.freeze()
         self._client.call_core("freeze_gc")
+
+    def child_pids(self) -> list[int]:
+        """See `Engine.get_all_child_pids`."""
+        try:
+            process_id = self._client.call_core("process_id")
+        except (EngineClosed, EngineDead):
+            return []
+        return [] if process_id == os.getpid() else [process_id]
 
     def server_info(self, config: EngineConfig, version: str, startup_seconds: float) -> dict[str, Any]:
         """See `Engine.get_server_info`."""
@@ -152,7 +182,7 @@ class Control:
     ) -> tuple[bool, str]:
         """See `Engine.update_weights_from_tensor`."""
         raises = not returns_errors(on_error)
-        _check_load_format(load_format, ("auto",))
+        _check_load_format(load_format, ("auto", "direct"))
         success, message = self._client.call_core(
             "update_weights_from_tensor",
             named_tensors=_named_tensors(named_tensors),

@@ -200,10 +200,17 @@ class TextStream:
         return self._stops.matched
 
     def _push_rest(self, finish: Finish, parts: list[str]) -> Finish:
-        """Appends what was still waiting; a stop that it completes is why the output ended."""
-        parts.append(self._stops.push(self._detokenizer.finish()))
+        """Appends what was still waiting; a stop that it completes is why the output ended.
+
+        An output that was aborted has no end of its own: half a character is no stop there.
+        """
+        rest = self._detokenizer.finish()
+        if finish.kind == "abort":
+            parts += [self._stops.release(), rest]
+            return finish
+        parts.append(self._stops.push(rest))
         if self._stops.matched is not None:
-            finish = Finish("stop", matched=self._stops.matched)
+            return Finish("stop", matched=self._stops.matched)
         parts.append(self._stops.release())
         return finish
 

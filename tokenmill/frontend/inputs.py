@@ -76,6 +76,7 @@ class Settings:
     params: SamplingParams
     is_length_explicit: bool
     stop_ids: tuple[int, ...]
+    held_ids: tuple[int, ...]  # held back until `min_new_tokens` are out
     report_interval: int
     grammar: Grammar | None
 
@@ -248,7 +249,9 @@ class InputReader:
 
     def _stand_in(self, value: Any, n: int) -> Settings:
         params = SamplingParams(n=n, sampling_seed=self._as_given(value, "sampling_seed"))
-        return Settings(params, is_length_explicit=False, stop_ids=(), report_interval=0, grammar=None)
+        return Settings(
+            params, is_length_explicit=False, stop_ids=(), held_ids=(), report_interval=0, grammar=None
+        )
 
     def _as_given(self, value: Any, name: str) -> Any:
         """One of the parameters that are at fault together; the default if it is at fault itself."""
@@ -283,7 +286,8 @@ class InputReader:
         grammar = grammar_of(
             params, place, has_tokenizer=self._tokenizer is not None, backend=self._grammar_backend
         )
-        return Settings(params, is_explicit, stop_ids, interval, grammar)
+        held_ids = self._held_ids(params, stop_ids, place, has_grammar=grammar is not None)
+        return Settings(params, is_explicit, stop_ids, held_ids, interval, grammar)
 
     def _stop_ids(self, params: SamplingParams, place: str) -> tuple[int, ...]:
         vocab_size = self._facts.vocab_size
@@ -294,13 +298,24 @@ class InputReader:
                     f"(0 to {vocab_size - 1})"
                 )
         eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-        if params.min_new_tokens and len(stop_ids) >= vocab_size:
+        return tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+
+    def _held_ids(
+        self, params: SamplingParams, stop_ids: tuple[int, ...], place: str, *, has_grammar: bool
+    ) -> tuple[int, ...]:
+        """What `min_new_tokens` holds back: all ends, also those that `ignore_eos` would let pass.
+
+        A grammar says itself where its output ends, and with `ignore_eos` it has no other token after that.
+        """
+        if not params.min_new_tokens:
+            return ()
+        held_ids = stop_ids if has_grammar else tuple(dict.fromkeys((*self._eos_ids, *stop_ids)))
+        if len(held_ids) >= self._facts.vocab_size:
             raise InvalidArgument(
                 f"{place}: every id of the vocabulary is a stop token, so min_new_tokens="
                 f"{params.min_new_tokens} cannot be reached; lower it to 0"
             )
-        return stop_ids
+        return held_ids
 
     def _check_biases(self, params: SamplingParams, place: str) -> None:
         vocab_size = self._facts.vocab_size
@@ -448,6 +463,8 @@ def _request(
         hidden_states=asked.hidden_states,
         grammar=settings.grammar,
         processor=asked.processor,
+        held_ids=settings.held_ids,
+        rid=numbers.id,
     )
 
 

@@ -40,9 +40,10 @@ class Shown:
         self._input: Entries | None = None  # of the prompt; None: not made yet
         self._hidden_states: Any = None  # as they are told, once the request is finished
         self._hidden: list[FloatArray] = []
+        self._last_hidden: FloatArray | None = None  # of the last token so far, where only that is wanted
         self._next_token: list[int] = []  # drawn for its log-probability only
 
-    def take(self, insight: Insight | None, *, num_arrived: int, num_kept: int) -> ShownPiece:
+    def take(self, insight: Insight | None, *, num_arrived: int, num_kept: int, is_last: bool) -> ShownPiece:
         """Add what came with `num_arrived` tokens, of which the first `num_kept` belong to the output."""
         if insight is None:
             return ShownPiece(None, None)
@@ -56,10 +57,18 @@ class Shown:
             logprobs = logprobs.at(slice(0, len(logprobs.token_N) - num_cut))
             self._logprobs.append(logprobs)
         if hidden is not None:
-            if self._request.hidden_states == "all":
-                hidden = hidden[: len(hidden) - num_cut]
+            hidden = hidden[: len(hidden) - num_cut]
+        if self._request.hidden_states == "last":
+            hidden = self._take_last(hidden, is_last=is_last)
+        if hidden is not None:
             self._hidden.append(hidden)
         return ShownPiece(logprobs, hidden)
+
+    def _take_last(self, hidden: FloatArray | None, *, is_last: bool) -> FloatArray | None:
+        """The state of the last token of a finished output, which may have come with an earlier piece."""
+        if hidden is not None and len(hidden):
+            self._last_hidden = hidden[-1:]
+        return self._last_hidden if is_last else None
 
     def all(self) -> ShownPiece:
         """Everything so far."""

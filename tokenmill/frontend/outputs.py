@@ -96,7 +96,12 @@ class Row:
             if self._text is None
             else self._text.push(output.token_ids, output.finish)
         )
-        shown = self.shown.take(output.insight, num_arrived=len(output.token_ids), num_kept=count)
+        shown = self.shown.take(
+            output.insight,
+            num_arrived=len(output.token_ids),
+            num_kept=count,
+            is_last=self.finish is not None,
+        )
         piece = Piece(text, list(output.token_ids[:count]), shown)
         self.token_ids += piece.token_ids
         self._text_parts.append(text)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from tokenmill.errors import InvalidArgument
-from tokenmill.patterns import PART, check_repeats, in_dialect, same
+from tokenmill.patterns import PART, check_pattern, in_dialect, same
 
 # What searching for patterns may take of a request's thread: some seconds, and more for a long text.
 _SECONDS = 0.25
@@ -159,7 +159,7 @@ class _Pattern:
         import regex
 
         self.text = text
-        check_repeats("stop_regex", text)
+        check_pattern("stop_regex", text)
         try:
             self.complete = regex.compile(in_dialect(text), regex.VERSION0)
         except (regex.error, RecursionError, OverflowError) as error:

@@ -40,7 +40,7 @@ class SamplingInputs:
     last_tokens_Q: torch.Tensor  # int64, index of the row's last token in the step
     columns: SamplingColumns
     needs: SamplingNeeds
-    # Stop ids to mask while `min_new_tokens` are not out; None when no row of the step needs it.
+    # Ids of ends to mask while `min_new_tokens` are not out; None when no row of the step needs it.
     masked_stop_ids_QK: torch.Tensor | None  # int32, padded by -1
 
 
@@ -94,7 +94,7 @@ class Rows:
         self._first_free_position_S = np.zeros(
             num_slots, dtype=np.int32
         )  # from here on, stop ids are allowed
-        self._stop_ids_S: list[tuple[int, ...]] = [()] * num_slots
+        self._held_ids_S: list[tuple[int, ...]] = [()] * num_slots
 
     def update(self, plan: StepPlan) -> None:
         """Write the plan's row starts; its page-table entries on the host only."""
@@ -269,7 +269,7 @@ class Rows:
         if not self.hides_stops(slots, positions):
             return None
         masked = positions < self._first_free_position_S[slots]
-        stops = [self._stop_ids_S[slot] if hide else () for slot, hide in zip(slots, masked, strict=True)]
+        stops = [self._held_ids_S[slot] if hide else () for slot, hide in zip(slots, masked, strict=True)]
         ids = np.full((len(slots), max(1, *map(len, stops))), -1, dtype=np.int32)
         for row, stop_ids in enumerate(stops):
             ids[row, : len(stop_ids)] = stop_ids
@@ -286,8 +286,8 @@ class Rows:
         self._is_random_S[starts.slots] = (starts.temperatures > 0) & (starts.top_ks != 1)
         self._is_filtered_S[starts.slots] = (starts.top_ks != -1) | (starts.top_ps < 1) | (starts.min_ps > 0)
         self._first_free_position_S[starts.slots] = starts.prompt_lengths + starts.min_new_tokens
-        for slot, stop_ids in zip(starts.slots.tolist(), starts.stop_ids, strict=True):
-            self._stop_ids_S[slot] = stop_ids
+        for slot, held_ids in zip(starts.slots.tolist(), starts.held_ids, strict=True):
+            self._held_ids_S[slot] = held_ids
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
