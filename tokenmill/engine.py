@@ -31,6 +31,7 @@ from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.scoring import ScoreOptions, ScoreResult, Scoring
 from tokenmill.frontend.sessions import Sessions
 from tokenmill.frontend.tokenizer import Tokenizer
+from tokenmill.garbage import uncollected
 from tokenmill.sampling_params import check_flag, check_text
 
 OnError = Literal["return", "raise"]
@@ -71,6 +72,7 @@ class Engine:
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
+    @uncollected()
     def generate(
         self,
         prompt: Any = None,
@@ -218,6 +220,7 @@ class Engine:
 
     # ── conversations ─────────────────────────────────────────────────────────────────────────
 
+    @uncollected()
     def chat(
         self,
         messages: Any,
