@@ -307,6 +307,12 @@ def test_logprobs_of_a_chat_leave_out_the_token_that_ended_it() -> None:
     assert [len(choice["logprobs"]["content"]), choice["logprobs"]["content"][0]["top_logprobs"]] == [3, []]
 
 
+def test_logprobs_show_no_token_where_none_was_asked_for() -> None:
+    empty = result("", {"type": "length", "length": 0}, num_output=0, output_token_logprobs=TOKENS[:1])
+    [choice] = chat_completion([empty], id="1", model="m")["choices"]
+    assert choice["logprobs"]["content"] == []
+
+
 def test_logprobs_of_completions() -> None:
     shown = result("Hé?", LENGTH, num_output=3, output_token_logprobs=TOKENS, output_top_logprobs=TOPS)
     [choice] = text_completion([shown], id="1", model="m")["choices"]

@@ -302,8 +302,9 @@ def _shown_logprobs(
     tokens = facts.get("output_token_logprobs")
     if tokens is None:
         return None
-    # The token that ended the text is not part of it.
+    # The token that ended the text is not part of it, nor is one that was drawn although none was wanted.
     count = len(tokens) - (1 if type(facts["finish_reason"].get("matched")) is int else 0)
+    count = min(count, facts["completion_tokens"])
     tops = facts.get("output_top_logprobs") or [()] * len(tokens)
     return shape(list(tokens[:count]), list(tops[:count]))
 

@@ -1,0 +1,117 @@
+"""What may go wrong around a job: its files, its arguments, and what others do to them meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import Engine, InvalidArgument, WrongType, batch
+
+pytestmark = pytest.mark.cpu
+
+Rows = list[dict[str, Any]]
+GREEDY = {"temperature": 0, "max_new_tokens": 2}
+
+
+def write(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompts(count: int) -> Rows:
+    return [{"id": i, "prompt": f"The capital of country {i} is"} for i in range(count)]
+
+
+@pytest.fixture
+def do(tmp_path: Path, tiny_engine: Engine) -> Callable[..., dict[str, Any]]:
+    """Runs a job on `in.jsonl`, made of `rows` if they are given, with the shared engine."""
+
+    def run(rows: Rows | None = None, output: Any = "out.jsonl", **arguments: Any) -> dict[str, Any]:
+        source = tmp_path / "in.jsonl"
+        if rows is not None:
+            write(source, rows)
+        place = tmp_path / output if isinstance(output, str) and output else output
+        return batch.run(source, place, engine=tiny_engine, **{"sampling_params": GREEDY, **arguments})
+
+    return run
+
+
+# ── paths ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ("", "output must be the path of a file, got '', which names none"),
+        (".", "is no plain file"),
+        (Path("/"), "which names none"),
+        (5, "output must be the path of a file, got 5"),
+        (b"out.jsonl", "output must be the path of a file, got b'out.jsonl'"),
+        ("a\0b", "cannot be used: embedded null byte"),
+        ("circle", "cannot be used: Too many levels of symbolic links"),
+        ("x" * 300, "cannot be used: File name too long"),
+        ("x" * 250, "cannot be used: File name too long"),  # with what stands beside it
+        ("in.jsonl/out.jsonl", "there is no folder"),
+    ],
+)
+def test_outputs_that_no_file_can_be_are_told_before_any_work(
+    do: Callable[..., Any], tmp_path: Path, output: Any, told: str
+) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(InvalidArgument) as raised:
+        do(prompts(1), output)
+    assert told in str(raised.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "circle"}
+
+
+@pytest.mark.parametrize("name", ["journal", "report"])
+def test_other_paths_are_looked_at_as_well(do: Callable[..., Any], name: str) -> None:
+    with pytest.raises(WrongType, match=f"{name} must be the path of a file, got 5"):
+        do(prompts(1), **{name: 5})
+    with pytest.raises(InvalidArgument, match=name):
+        do(prompts(1), **{name: "x" * 300})
+
+
+def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "out.jsonl"
+    link.symlink_to("real/answers.jsonl")
+    do(prompts(3))
+    assert do()["rows"]["replayed"] == 3
+    assert link.is_symlink()
+    assert len(read(tmp_path / "real" / "answers.jsonl")) == 3
+    (tmp_path / "out.csv").symlink_to("real/answers.jsonl")
+    with pytest.raises(InvalidArgument, match="whose name says another format"):
+        do(output="out.csv", overwrite=True)
+
+
+# ── damage ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut", "flipped", "header only"])
+def test_a_journal_that_lost_its_first_record_lets_the_job_go_on(
+    do: Callable[..., Any], tmp_path: Path, damage: str
+) -> None:
+    do(prompts(4))
+    journal, output = tmp_path / "out.jsonl.journal", tmp_path / "out.jsonl"
+    data, before = journal.read_bytes(), output.read_bytes()
+    cases = {
+        "emptied": b"",
+        "cut": data[:80],
+        "flipped": data[:70] + bytes([data[70] ^ 0x40]) + data[71:],
+        "header only": data[:64],
+    }
+    journal.write_bytes(cases[damage])
+    with pytest.warns(UserWarning, match="damage"):
+        summary = do()
+    assert summary["rows"]["done"] == 4
+    assert summary["rows"]["replayed"] == (4 if damage == "flipped" else 0)
+    assert output.read_bytes() == before
