@@ -115,3 +115,31 @@ def test_a_journal_that_lost_its_first_record_lets_the_job_go_on(
     assert summary["rows"]["done"] == 4
     assert summary["rows"]["replayed"] == (4 if damage == "flipped" else 0)
     assert output.read_bytes() == before
+
+
+# ── rows alike ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_that_ran_out_of_time_takes_none_along_that_waited_for_it(
+    do: Callable[..., Any], tmp_path: Path
+) -> None:
+    def line(number: int, **body: Any) -> dict[str, Any]:
+        asked = {"prompt": "Hi", "max_tokens": 60, "ignore_eos": True, **body}
+        return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": asked}
+
+    rows = [line(0, timeout=1e-6), *(line(number, n=1 + number % 3) for number in range(1, 7))]
+    summary = do(rows, sampling_params={})
+    assert [row["custom_id"] for row in read(tmp_path / "out.errors.jsonl")] == ["r0"]
+    answers = read(tmp_path / "out.jsonl")
+    assert [row["custom_id"] for row in answers] == [f"r{number}" for number in range(1, 7)]
+    assert {choice["text"] for row in answers for choice in row["response"]["body"]["choices"][:1]} == {
+        answers[0]["response"]["body"]["choices"][0]["text"]
+    }
+    assert summary["rows"]["done"] == 7
+    assert summary["rows"]["failed"] == 1
+
+
+def test_rows_alike_share_a_fault_of_what_they_ask_for(do: Callable[..., Any], tmp_path: Path) -> None:
+    summary = do([{"prompt": "Hi", "sampling_params": {"regex": "(?=a)"}}] * 5)
+    assert {row["error"]["type"] for row in read(tmp_path / "out.jsonl")} == {"bad_grammar"}
+    assert summary["rows"]["done"] == 5

@@ -246,12 +246,14 @@ class Flow:
         prepared: list[Prepared] = []
         some: list[Prepared] | None = []
         failure: Exception | None = None
-        while some is not None and len(prepared) + self.chunk <= most and time.perf_counter() < due:
+        while len(prepared) + self.chunk <= most and time.perf_counter() < due:
             try:
                 some = self._pull(entries)
             except Exception as error:  # of the source; what came before it goes first
                 some, failure = None, error
-            prepared += some or ()
+            if not some:  # the end, or nothing more before some of these have finished
+                break
+            prepared += some
         self.start(prepared)
         return some is not None, failure
 
