@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tokenmill import Engine, InvalidArgument, WrongType, batch
 
@@ -143,3 +144,24 @@ def test_rows_alike_share_a_fault_of_what_they_ask_for(do: Callable[..., Any], t
     summary = do([{"prompt": "Hi", "sampling_params": {"regex": "(?=a)"}}] * 5)
     assert {row["error"]["type"] for row in read(tmp_path / "out.jsonl")} == {"bad_grammar"}
     assert summary["rows"]["done"] == 5
+
+
+def test_replaced_weights_replay_nothing_of_the_old_ones(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", prompts(2))
+    with Engine(model_path="tiny") as engine:
+
+        def replayed() -> int:
+            summary = batch.run(source, tmp_path / "out.jsonl", engine=engine, sampling_params=GREEDY)
+            return int(summary["rows"]["replayed"])
+
+        assert (replayed(), replayed()) == (0, 2)
+        before = read(tmp_path / "out.jsonl")
+        norm = engine.get_weights_by_name("model.norm.weight", truncate_size=10_000)
+        assert norm is not None
+        negated = -torch.tensor(norm)
+        assert engine.update_weights_from_tensor({"model.norm.weight": negated})[0]
+        assert (replayed(), replayed()) == (0, 2)
+        assert [row["text"] for row in read(tmp_path / "out.jsonl")] != [row["text"] for row in before]
+        engine.update_weights_from_disk("tiny")
+        assert replayed() == 2
+        assert read(tmp_path / "out.jsonl") == before

@@ -210,7 +210,8 @@ class BatchJob:
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
 
     def _keys(self, engine: Engine) -> Keys:
-        model = fingerprint(engine.config, dtype=engine.open_rows().facts.dtype)
+        rows = engine.open_rows()
+        model = fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
         return Keys(model, seed=self._config.seed)
 
     def _options(self) -> dict[str, Any]:

@@ -116,12 +116,15 @@ def seeded(requests: Sequence[Request], key: RowKey) -> tuple[Request, ...]:
     )
 
 
-def fingerprint(config: EngineConfig, *, dtype: str) -> bytes:
+def fingerprint(config: EngineConfig, *, dtype: str, tensor_update: str = "") -> bytes:
     """What model answers: its arguments, small files whole, weights by their headers and some of each tensor.
 
-    `dtype` is the one that was resolved. Reads some kilobytes of each file of weights, not all of them.
+    `dtype` is the one that was resolved; `tensor_update` a word for weights that are in no file. Reads some
+    kilobytes of each file of weights, not all of them.
     """
     arguments = {name: getattr(config, name) for name in CHANGING_ARGUMENTS} | {"dtype": dtype}
+    if tensor_update:
+        arguments["tensor_update"] = tensor_update
     digest = hashlib.blake2b(
         json.dumps(arguments, sort_keys=True, default=repr).encode(), digest_size=KEY_BYTES
     )

@@ -80,6 +80,11 @@ class RowRunner:
         """What the core found out at start."""
         return self._client.facts
 
+    @property
+    def tensor_update(self) -> str:
+        """A word that only the weights of this moment have, once tensors replaced some; "" if none did."""
+        return self._client.tensor_update
+
     def turns(self) -> Turns:
         """For work on rows while others run: with whom it takes turns."""
         return Turns(self._client.core_need)
