@@ -94,6 +94,31 @@ def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: 
         do(output="out.csv", overwrite=True)
 
 
+# ── arguments ─────────────────────────────────────────────────────────────────────────────────
+
+
+REQUEST = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"options": {"return_logprob": True}}, "return_logprob says what results show"),
+        ({"options": {"return_hidden_states": True}}, "return_hidden_states says what results show"),
+        ({"output_ids": True}, "output_ids: answers of OpenAI's batch API have no token ids"),
+        ({"output": "out.csv"}, "is a file of columns, but answers of OpenAI's batch API are lines"),
+        ({"output": "out.parquet"}, "name a .jsonl"),
+    ],
+)
+def test_what_answers_in_the_shape_of_openai_cannot_hold_is_refused(
+    do: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        do([REQUEST], **arguments)
+    assert told in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 # ── damage ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -50,6 +50,12 @@ _FORM_ARGUMENTS = tuple(
     if field.name in _JOB_ARGUMENTS and field.name != "sampling_params"
 )
 
+# Options that say what results show, which OpenAI's bodies ask for in their own way.
+_SHAPING_OPTIONS = {
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_text_in_logprobs", "return_hidden_states", "hidden_states_format"),
+}
+
 
 def run(
     source: str | os.PathLike[str],
@@ -94,8 +100,8 @@ class BatchJob:
         self._source = PromptRows(opened) if self._is_openai else opened
         form = RowForm(**{name: getattr(config, name) for name in _FORM_ARGUMENTS})
         self._columns = None if self._is_openai else ColumnRows(form, self._source)
-        self._check_form(form)
         self.files = JobFiles.of(Path(source), output, config, has_error_file=self._is_openai)
+        self._check_form(form)
         self.resumed = False
         self._facts: dict[str, Any] = {}
         self._saved_plan: dict[str, Any] | None = None
@@ -227,12 +233,28 @@ class BatchJob:
                     "leave it out"
                 )
             return
+        self._check_openai()
         for field in dataclasses.fields(RowForm):
             if getattr(form, field.name) not in (field.default, {}):
                 raise InvalidArgument(
                     f"{field.name} says how prompts are made of columns, but the input is a file of OpenAI's "
                     "batch API, whose rows say it themselves; leave it out"
                 )
+
+    def _check_openai(self) -> None:
+        """Raise for arguments that would change what OpenAI's answers look like."""
+        if self._config.output_ids:
+            raise InvalidArgument("output_ids: answers of OpenAI's batch API have no token ids; leave it out")
+        for name in sorted(_SHAPING_OPTIONS & self._config.options.keys()):
+            raise InvalidArgument(
+                f"options: {name} says what results show, but rows of OpenAI's batch API say it themselves "
+                "(logprobs, top_logprobs); leave it out"
+            )
+        if self.files.table_format is not None:
+            raise InvalidArgument(
+                f"output: {str(self.files.output)!r} is a file of columns, but answers of OpenAI's batch API "
+                "are lines of JSON; name a .jsonl"
+            )
 
 
 def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
