@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmill import Engine, InvalidArgument, WrongType, batch
+from tokenmill import Engine, InvalidArgument, JobStopped, WrongType, batch
+from tokenmill.batch import job
+from tokenmill.batch.work import Work
 
 pytestmark = pytest.mark.cpu
 
@@ -141,6 +145,48 @@ def test_a_journal_that_lost_its_first_record_lets_the_job_go_on(
     assert summary["rows"]["done"] == 4
     assert summary["rows"]["replayed"] == (4 if damage == "flipped" else 0)
     assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["appended", "cut", "deleted", "replaced"])
+@pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
+def test_an_input_that_changes_meanwhile_stops_the_job(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, change: str
+) -> None:
+    """The columns of an output of columns are read at the end; another row must not get the answer."""
+    source, plain = tmp_path / "in.jsonl", Work.run
+
+    def run(work: Work) -> None:
+        plain(work)
+        match change:
+            case "deleted":
+                source.unlink()
+            case "replaced":
+                write(source, [{"prompt": "something else"}] * 3)
+            case _:
+                write(source, prompts(4 if change == "appended" else 2))
+
+    monkeypatch.setattr(Work, "run", run)
+    with pytest.raises(JobStopped, match="the input changed while the job ran"):
+        do(prompts(3), output)
+    assert not (tmp_path / output).exists()
+    monkeypatch.setattr(Work, "run", plain)
+    assert do(prompts(3), output)["rows"]["replayed"] == 3
+
+
+@pytest.mark.parametrize("full", ["report", "plan"])
+def test_a_job_is_done_though_its_report_or_plan_has_no_room(
+    tmp_path: Path, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    def write_nothing(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(job, f"write_{full}" if full == "report" else f"save_{full}", write_nothing)
+    source = write(tmp_path / "in.jsonl", prompts(2))
+    made = job.BatchJob(source, engine=tiny_engine, sampling_params=GREEDY, report=tmp_path / "report.html")
+    act = made.run if full == "report" else made.plan
+    with pytest.warns(UserWarning, match="cannot be written: No space left on device"):
+        act()
+    assert made.summary()["rows"]["done"] == (2 if full == "report" else 0)
 
 
 # ── rows alike ────────────────────────────────────────────────────────────────────────────────

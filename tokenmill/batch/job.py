@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -124,7 +125,8 @@ class BatchJob:
             stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
             self._answer(engine, journal)
         if self.files.report is not None:
-            write_report(self.summary(), self.files.report)
+            with _warning_of_disk(self.files.report):
+                write_report(self.summary(), self.files.report)
 
     def plan(self) -> Plan:
         """What the job would take, if nothing of it was done before.
@@ -141,7 +143,8 @@ class BatchJob:
                 options=self._options(),
                 keys=self._keys(engine),
             )
-        save_plan(made, self._source, self.files.plan)
+        with _warning_of_disk(self.files.plan):
+            save_plan(made, self._source, self.files.plan)
         return made
 
     def summary(self) -> dict[str, Any]:
@@ -255,6 +258,17 @@ class BatchJob:
                 f"output: {str(self.files.output)!r} is a file of columns, but answers of OpenAI's batch API "
                 "are lines of JSON; name a .jsonl"
             )
+
+
+@contextlib.contextmanager
+def _warning_of_disk(path: Path) -> Iterator[None]:
+    """A block that writes what is not the work itself, which a full disk must not make look undone."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; all else is done", stacklevel=4
+        )
 
 
 def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
