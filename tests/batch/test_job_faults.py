@@ -101,6 +101,33 @@ def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: 
 # ── arguments ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"sampling_params": None}, "sampling_params must be a dict, got None"),
+        ({"options": None}, "options must be a dict, got None"),
+        ({"options": [1]}, "options must be a dict"),
+        ({"prompt_column": 5}, "prompt_column must be a string, got 5"),
+        ({"params_column": 5}, "params_column must be a string"),
+        ({"tools_column": 5}, "tools_column must be a string"),
+        ({"system": 5}, "system must be a string"),
+        ({"template": 5}, "template must be a string"),
+        ({"as_chat": "yes"}, "as_chat must be True or False"),
+        ({"overwrite": "no"}, "overwrite must be True or False"),
+        ({"timeout": 0}, "timeout must be a finite number above 0"),
+        ({"timeout": "soon"}, "timeout must be a number"),
+        ({"format": 5}, "format must be one of"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_told_before_any_work(
+    do: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        do(prompts(1), **arguments)
+    assert told in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 REQUEST = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
 
 

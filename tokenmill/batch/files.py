@@ -12,6 +12,7 @@ from tokenmill.batch.config import JobConfig
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.batch.line_file import beside
+from tokenmill.batch.text_lines import is_gzip
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.sampling_params import show
 
@@ -187,13 +188,13 @@ def _has_content(path: Path) -> bool:
 
 def _beside_input(source: Path) -> Path:
     """`in.jsonl` gives `in.out.jsonl`."""
-    suffix = source.suffix if source.suffix in TABLES else ".jsonl"
-    stem = source.name.removesuffix(".gz")
-    return source.with_name(f"{Path(stem).stem}.out{suffix}")
+    suffix = source.suffix if source.suffix.lower() in TABLES else ".jsonl"
+    name = source.stem if is_gzip(source) else source.name
+    return source.with_name(f"{Path(name).stem}.out{suffix}")
 
 
 def _check_writable(name: str, path: Path) -> None:
-    if path.suffix.lower() == ".gz":
+    if is_gzip(path):
         raise InvalidArgument(
             f"{name}: {str(path)!r} would be compressed, but it grows row by row; leave .gz out"
         )

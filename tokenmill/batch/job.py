@@ -38,7 +38,7 @@ from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
 from tokenmill.frontend.planning import Plan
-from tokenmill.sampling_params import SamplingParams, check_whole
+from tokenmill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenmill.engine import Engine
@@ -94,7 +94,6 @@ class BatchJob:
         ours, self._engine_arguments = _shared_out(arguments, has_engine=engine is not None)
         self._config = config = JobConfig(**ours)
         self._engine = engine
-        check_whole("seed", config.seed, minimum=-(2**63), maximum=2**64 - 1)
         SamplingParams.from_value(config.sampling_params)
         opened = open_source(source, format=config.format, split=config.split)
         self._is_openai = is_batch_file(opened)
