@@ -14,7 +14,7 @@ from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.batch.line_file import beside
 from tokenmill.batch.text_lines import is_gzip
 from tokenmill.errors import InvalidArgument, WrongType
-from tokenmill.sampling_params import show
+from tokenmill.sampling_params import brief, show
 
 # Outputs that are files of columns, by the end of their names; everything else is lines of JSON.
 TABLES = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
@@ -170,7 +170,7 @@ def _look_at(name: str, path: Path) -> None:
     except (OSError, ValueError) as error:  # a name that is too long or has NUL in it, a circle of links
         fault = error.strerror if isinstance(error, OSError) else error
         raise InvalidArgument(
-            f"{name}: {show(str(path))} cannot be used: {fault}; name another file"
+            f"{name}: {brief(str(path))} cannot be used: {fault}; name another file"
         ) from None
 
 
