@@ -97,9 +97,9 @@ class Ledger:
         if not row.num_missing:
             yield row
 
-    def take_forsaken(self) -> list[tuple[OpenRow, list[int]]]:
-        """Rows with the samples that they waited for in vain, and that must now be run for themselves."""
-        taken, self._forsaken = [*self._forsaken.values()], {}
+    def take_forsaken(self, most: int) -> list[tuple[OpenRow, list[int]]]:
+        """Some rows with the samples that they waited for in vain, and that must be run for themselves."""
+        taken = [self._forsaken.pop(index) for index in list(self._forsaken)[:most]]
         for row, numbers in taken:
             row.computing += numbers
         return taken

@@ -99,7 +99,9 @@ class Work:
     def _entries(self) -> Iterator[list[Entry]]:
         """What must be run, as it is read; rows that are known already get their lines meanwhile."""
         for weighed in _batches(self._source):
-            entries = self._alone()
+            if alone := self._alone():
+                yield alone
+            entries = []
             for each in self._read(weighed):
                 if (entry := self._enter(*each)) is not None:
                     entries.append(entry)
@@ -117,7 +119,7 @@ class Work:
     def _alone(self) -> list[Entry]:
         """Rows that waited in vain for one like them; they are read once more, and run for themselves."""
         entries = []
-        for row, numbers in self._ledger.take_forsaken():
+        for row, numbers in self._ledger.take_forsaken(_ROWS_AT_ONCE):
             [read] = self._runner.read(
                 [self._item(row.record)], sampling_params=self._params, options=self._options
             )
