@@ -419,6 +419,17 @@ def test_version_without_loading_anything() -> None:
 # ── whole commands with the bundled model ─────────────────────────────────────────────────────
 
 
+@pytest.mark.cpu
+def test_a_job_runs_where_the_shell_has_closed_the_standard_streams(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    command = (
+        f"{sys.executable} -m tokenmill.cli batch {tmp_path / 'in.jsonl'} --model tiny --max-new-tokens 2"
+    )
+    done = subprocess.run(f"{command} <&- >&- 2>&-", shell=True, cwd=ROOT, check=False)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "in.out.jsonl").read_text())["completion_tokens"] == 2
+
+
 def tokenmill_process(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tokenmill.cli", *arguments]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `arguments` are those after the program's name (default: of this process).
     """
+    _open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words, argparse.Namespace(arguments=words))
     try:
@@ -59,6 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _complain(error)
         return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILURE
+
+
+def _open_closed_streams() -> None:
+    """Where the shell has closed one (`2>&-`), lead it nowhere, in processes started from here, too.
+
+    Else the first file that is opened would have its number, and get what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def _complain(error: Exception) -> None:

@@ -244,6 +244,17 @@ def register_logit_processor(name: str, processor: Any) -> None:
         _registered[name] = resolved
 
 
+def check_registered(name: str, value: Any) -> None:
+    """Raise `InvalidArgument` unless the value is a registered name: for what comes from data."""
+    known = _names()
+    if not isinstance(value, str) or value not in known:
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise InvalidArgument(
+            f"{name} must be the name of a registered logit processor ({', '.join(known)}) here, got "
+            f"{show(value)}; register it, or give it as an argument for all rows.{hint}"
+        )
+
+
 def resolve_processor(name: str, value: Any) -> LogitProcessor:
     """The one object for whatever a caller gave as the argument `name`; the same one for the same value.
 
@@ -263,11 +274,17 @@ def _by_name(name: str, value: str) -> LogitProcessor:
     with _lock:
         if value in _registered:
             return _registered[value]
-        known = sorted(_registered)
+    known = _names()
     raise InvalidArgument(
         f"{name} is {show(value)}, which is neither a registered logit processor ({', '.join(known)}) nor "
         f"the text of one.{did_you_mean(value, known)}"
     )
+
+
+def _names() -> list[str]:
+    """The registered names."""
+    with _lock:
+        return sorted(_registered)
 
 
 def _in_text(name: str, text: str) -> LogitProcessor:

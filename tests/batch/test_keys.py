@@ -92,6 +92,26 @@ def test_whatever_changes_nothing_does_not(key: Key, asked: dict[str, Any]) -> N
     assert key(**asked) == key()
 
 
+def test_any_json_for_a_processor_counts_as_it_is_written(key: Key) -> None:
+    """Whatever was read before: 1 is not True, and an object has no order."""
+
+    def of(**custom: Any) -> RowKey:
+        return key(params={"custom_params": custom})
+
+    keys = {of(a=value).digest for value in (1, True, 1.0, "1", None)}
+    assert len(keys) == 5
+    assert of(a=1, b=[{"c": 2, "d": 3}]) == of(b=[{"d": 3, "c": 2}], a=1)
+
+
+def test_keys_do_not_depend_on_the_row_before(tiny_engine: Engine) -> None:
+    params = [{"custom_params": {"a": value}} for value in (1, True, 1)]
+    items = [{"prompt": "Hello", "sampling_params": each} for each in params]
+    entries = tiny_engine.open_rows().read(items)
+    keys = Keys(b"m", seed=0)
+    digests = [keys.of(entry.job.requests).digest for entry in entries if entry.job is not None]
+    assert digests[0] == digests[2] != digests[1]
+
+
 def test_samples_differ_and_stay_the_same_for_more_of_them(key: Key) -> None:
     few, many = key(params={"n": 2}), key(params={"n": 9})
     keys = [many.sample(number) for number in range(9)]

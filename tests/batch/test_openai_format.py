@@ -125,7 +125,10 @@ def test_an_engine_without_words_cannot_answer() -> None:
 def test_batch_files_are_told_from_others() -> None:
     assert is_batch_file(ListSource([None, request()]))
     assert is_batch_file(ListSource([request("left out")]))
+    for first in ({}, request(body="left out"), request(url="left out"), request(method="left out")):
+        assert is_batch_file(ListSource([first, request()]))
     assert not is_batch_file(ListSource([{"prompt": "Hi"}, request()]))
+    assert not is_batch_file(ListSource([{"question": "Hi"}]))
     assert not is_batch_file(ListSource([]))
     assert not is_batch_file(ListSource([None]))
     assert not is_batch_file(ListSource([request()], format="csv"))

@@ -223,6 +223,8 @@ def test_types_do_not_depend_on_where_a_chunk_ends(tmp_path: Path) -> None:
         [{"a": 1}, [2]],
         [{}, {}],
         [{"a": {}}, None],
+        [json.loads("[" * 60 + "]" * 60), None],
+        [json.loads('{"a": ' * 100 + "1" + "}" * 100)],
         [2**70, 1],
         ["half \ud800", "a"],
         [1] * 2000 + ["one"],
@@ -235,6 +237,12 @@ def test_what_has_no_type_in_parquet_becomes_json(tmp_path: Path, values: list[A
     write_table(tmp_path / "out.parquet", again(rows), format="parquet")
     read = [each["value"] for each in read_parquet(tmp_path / "out.parquet")]
     assert [None if text is None else json.loads(text) for text in read] == values
+
+
+def test_names_of_columns_in_parquet_are_text(tmp_path: Path) -> None:
+    rows = [{"half \ud800": 1, "half \\ud800": 2, "": 3}]
+    write_table(tmp_path / "out.parquet", again(rows), format="parquet")
+    assert read_parquet(tmp_path / "out.parquet") == [{"half \\ud800": 1, "half \\ud800_": 2, "": 3}]
 
 
 @in_one_folder

@@ -34,6 +34,18 @@ def write(path: Path, records: list[dict[str, Any] | None]) -> Path:
     return path
 
 
+def test_samples_that_draw_nothing_count_once_as_they_are_computed_once(
+    tiny_engine: Any, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    params = {"temperature": 0, "n": 8, "max_new_tokens": 5, "ignore_eos": True}
+    job = BatchJob(source, engine=tiny_engine, sampling_params=params)
+    plan = job.plan()
+    job.run()
+    assert (plan.rows, plan.requests, plan.output_tokens) == (2, 2, 10)
+    assert job.summary()["tokens"]["output"] == 10
+
+
 def test_a_plan_says_what_the_run_then_does(tiny_engine: Any, tmp_path: Path) -> None:
     """Of good rows, bad ones, and some that ask for the same."""
     known = rows(60)

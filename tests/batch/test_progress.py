@@ -8,6 +8,7 @@ import logging
 import os
 import pty
 import struct
+import sys
 import termios
 import threading
 from itertools import pairwise
@@ -54,6 +55,18 @@ def test_a_line_fits_any_width(width: int) -> None:
 def test_what_is_not_known_is_not_told() -> None:
     line = fitted(parts_of(snapshot(rows_total=None, seconds_left=None, prompt_tokens=0), None), 200)
     assert line == "1,234 rows  in 0/s  out 2.0k/s  took 0:20"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("wanted", [None, True])
+def test_without_standard_error_nothing_is_shown(
+    monkeypatch: pytest.MonkeyPatch, is_there: bool, wanted: bool | None
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed if is_there else None)
+    with Progress(Figures(), wanted=wanted):
+        pass
 
 
 def test_numbers_and_times_are_short() -> None:

@@ -233,6 +233,9 @@ def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: st
         ("{{ name }", "the template is faulty in line 1"),
         ("a\n{% if name %}", "the template is faulty in line 2"),
         ("{{ name | nothing }}", "the template is faulty"),
+        ("{% if name %}" * 120 + "{% endif %}" * 120, "the template is nested too deeply"),
+        ("{% for i in name %}" * 25 + "{% endfor %}" * 25, "the template is nested too deeply"),
+        ("{{ " + "(" * 150 + "name" + ")" * 150 + " }}", "the template is nested too deeply"),
         ("no-such-file.jinja", "the path of one, got 'no-such-file.jinja'.*No such file"),
     ],
 )

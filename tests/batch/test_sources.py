@@ -184,6 +184,7 @@ def test_a_file_in_another_unicode_encoding_is_refused(tmp_path: Path, name: str
 def test_compressed_lines(tmp_path: Path) -> None:
     content = gzip.compress(b'{"prompt": "Hi"}\n' * 3)
     assert fields_of(open_source(written(tmp_path, "in.jsonl.gz", content))) == [good] * 3
+    assert fields_of(open_source(written(tmp_path, "IN.JSONL.GZ", content))) == [good] * 3
 
 
 def test_a_compressed_file_that_breaks_off_keeps_its_first_rows(tmp_path: Path) -> None:
@@ -331,6 +332,15 @@ def test_a_value_without_a_python_counterpart_costs_its_row_only(tmp_path: Path)
     first, bad, last = open_source(parquet_file(tmp_path, pyarrow.table({"day": days})))
     assert (first.error, last.error) == (None, None)
     assert "row 1: a value cannot be read" in message_of(bad)
+
+
+def test_times_in_nanoseconds_are_text_where_python_has_none(tmp_path: Path) -> None:
+    times = pyarrow.array([1000, 1001, None], pyarrow.timestamp("ns"))
+    rows = fields_of(open_source(parquet_file(tmp_path, pyarrow.table({"id": [1, 2, 3], "time": times}))))
+    assert [row["id"] for row in rows] == [1, 2, 3]
+    assert str(rows[0]["time"]) == "1970-01-01 00:00:00.000001"
+    assert str(rows[1]["time"]) == "1970-01-01 00:00:00.000001001"
+    assert rows[2]["time"] is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +117,9 @@ def test_what_changes_no_answer_is_accepted(body: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.json_schema must be"),
         ({"messages": "Hello"}, "messages must be a list"),
         ({"reasoning_effort": "low", "chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
+        ({"chat_template": "{% for i in range(9) %}{% endfor %}"}, "give it to the engine, for all"),
+        ({"custom_logit_processor": "no_repeat_ngam"}, "Did you mean 'no_repeat_ngram'?"),
+        ({"custom_logit_processor": ["no_repeat_ngram"]}, "must be the name of a registered logit processor"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(body: dict[str, Any], told: str) -> None:
@@ -148,6 +154,22 @@ def test_tools_and_template_variables_go_to_the_template() -> None:
         "a": 1,
     }
     assert chat(continue_final_message=True, priority=3)["priority"] == 3
+
+
+def test_a_body_cannot_bring_a_program_along(tmp_path: Path) -> None:
+    """Loading the pickle in the text of a processor may do anything at all."""
+    trace = tmp_path / "trace"
+
+    class Touch:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (trace,)
+
+    text = json.dumps({"callable": pickle.dumps(Touch()).hex()})
+    for read in (chat, completion):
+        with pytest.raises(InvalidArgument, match="must be the name of a registered logit processor"):
+            read(custom_logit_processor=text)
+        assert read(custom_logit_processor="no_repeat_ngram")["custom_logit_processor"] == "no_repeat_ngram"
+    assert not trace.exists()
 
 
 def test_developers_are_what_templates_call_the_system() -> None:
@@ -283,6 +305,12 @@ def test_logprobs_of_a_chat_leave_out_the_token_that_ended_it() -> None:
     cut = result("Hé?", LENGTH, num_output=3, output_token_logprobs=TOKENS)
     [choice] = chat_completion([cut], id="1", model="m")["choices"]
     assert [len(choice["logprobs"]["content"]), choice["logprobs"]["content"][0]["top_logprobs"]] == [3, []]
+
+
+def test_logprobs_show_no_token_where_none_was_asked_for() -> None:
+    empty = result("", {"type": "length", "length": 0}, num_output=0, output_token_logprobs=TOKENS[:1])
+    [choice] = chat_completion([empty], id="1", model="m")["choices"]
+    assert choice["logprobs"]["content"] == []
 
 
 def test_logprobs_of_completions() -> None:

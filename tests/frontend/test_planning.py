@@ -85,6 +85,7 @@ def test_outputs_are_bounded_or_as_long_as_the_caller_knows(llm: sgl.Engine) -> 
     plan = llm.plan(prompts, params, mean_output_tokens=20)
     assert plan.output_tokens == 10 + 20 + 50
     assert plan.max_output_tokens == 110
+    assert llm.plan(prompts, params, mean_output_tokens=1e300).output_tokens == 110
     with pytest.raises(sgl.InvalidArgument, match="mean_output_tokens"):
         llm.plan(prompts, params, mean_output_tokens=-1)
 

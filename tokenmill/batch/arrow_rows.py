@@ -145,16 +145,40 @@ def _stream_rows(path: Path) -> Iterator[_Row]:
 
 
 def _batch_rows(batch: Any) -> Iterator[_Row]:
-    """The rows of a piece, one by one where not all of them can be had at once."""
+    """The rows of a piece, column by column where not all values have a counterpart in Python."""
     try:
-        yield from batch.to_pylist()
-        return
-    except Exception as error:  # a value that has no Python counterpart; only its own row shall fail
-        if batch.num_rows == 1:
-            yield error
-            return
-    for place in range(batch.num_rows):
-        yield from _batch_rows(batch.slice(place, 1))
+        rows: list[_Row] = batch.to_pylist()
+    except Exception:
+        names = batch.schema.names
+        columns = [_values(column) for column in batch.columns]
+        rows = [_row(names, values) for values in zip(*columns, strict=True)]
+    yield from rows
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column, one by one where not all of them can be had at once."""
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except Exception as error:
+        if len(column) == 1:
+            return [_text_of(column) or error]
+    return [_values(column.slice(place, 1))[0] for place in range(len(column))]
+
+
+def _text_of(column: Any) -> str | None:
+    """The only value of a column as text, such as a time in nanoseconds; None where pyarrow knows none."""
+    try:
+        text: str = column.cast("string")[0].as_py()
+    except Exception:
+        return None
+    return None if text.startswith("<") else text  # what is said of days that no calendar has
+
+
+def _row(names: Sequence[str], values: Sequence[Any]) -> _Row:
+    """The row, or what is wrong with one of its values."""
+    fault = next((value for value in values if isinstance(value, Exception)), None)
+    return fault or dict(zip(names, values, strict=True))
 
 
 def _records(rows: Iterator[_Row], index: int, count: int) -> Iterator[Record]:

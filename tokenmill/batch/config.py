@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.batch.sources import FORMATS
+from tokenmill.errors import WrongType
+from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, show
+
+_TEXTS = ("split", "prompt_column", "messages_column", "template", "system", "tools_column", "params_column")
 
 
 def _arg(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -46,3 +51,17 @@ class JobConfig:
     journal: str | None = _arg(None, "file that keeps what is finished (default: OUTPUT.journal)")
     overwrite: bool = _arg(False, "replace an output that this job did not make")
     report: str | None = _arg(None, "HTML page with plots, written at the end")
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgument` for values of the wrong type; of paths, `files.py` does."""
+        for name in _TEXTS:
+            if getattr(self, name) is not None:
+                check_text(name, getattr(self, name))
+        for name in ("as_chat", "output_ids", "overwrite"):
+            check_flag(name, getattr(self, name))
+        for name in ("sampling_params", "options"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise WrongType(f"{name} must be a dict, got {show(getattr(self, name))}")
+        if self.timeout not in (None, math.inf):
+            check_real("timeout", self.timeout, minimum=0, above=True)
+        check_whole("seed", self.seed, minimum=-(2**63), maximum=2**64 - 1)

@@ -182,12 +182,15 @@ class Figures:
         with self._lock:
             self._rows["duplicates"] += count
 
-    def finished(self, results: Sequence[Mapping[str, Any]]) -> None:
-        """One row is done; `results` are its samples computed now, in the shape that the engine gives."""
+    def finished(self, results: Sequence[Mapping[str, Any]], *, is_row: bool = True) -> None:
+        """One row is done; `results` are its samples computed now, in the shape that the engine gives.
+
+        `is_row` False: more samples of a row that was told of before.
+        """
         with self._lock:
             bucket = self._timeline.at(self._clock() - self._began)
-            self._rows["computed"] += 1
-            bucket[0] += 1
+            self._rows["computed"] += is_row
+            bucket[0] += is_row
             failed = False
             for result in results:
                 failed |= self._take(result, bucket)

@@ -11,7 +11,10 @@ from pathlib import Path
 from tokenmill.batch.config import JobConfig
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.key_table import KEY_BYTES
-from tokenmill.errors import InvalidArgument
+from tokenmill.batch.line_file import beside
+from tokenmill.batch.text_lines import is_gzip
+from tokenmill.errors import InvalidArgument, WrongType
+from tokenmill.sampling_params import brief, show
 
 # Outputs that are files of columns, by the end of their names; everything else is lines of JSON.
 TABLES = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
@@ -31,25 +34,34 @@ class JobFiles:
     def of(
         cls, source: Path, output: str | os.PathLike[str] | None, config: JobConfig, *, has_error_file: bool
     ) -> JobFiles:
-        """All paths, those that nobody named beside the others. Raises `InvalidArgument` as `_check`."""
-        target = _beside_input(source) if output is None else Path(output)
-        errors = None if config.error_file is None else Path(config.error_file)
+        """All paths, those that nobody named beside the others; of links, what they lead to.
+
+        Raises `InvalidArgument` for a path that is none, and as `_check`.
+        """
+        target = _real("output", _beside_input(source) if output is None else output)
+        errors: Path | str | None = config.error_file
         if errors is None and has_error_file:
             errors = target.with_name(f"{target.stem}.errors.jsonl")
+        journal = _journal_of(target) if config.journal is None else config.journal
         files = cls(
             source,
             target,
-            errors,
-            target.with_name(f"{target.name}.journal") if config.journal is None else Path(config.journal),
-            None if config.report is None else Path(config.report),
+            None if errors is None else _real("error_file", errors),
+            _real("journal", journal),
+            None if config.report is None else _real("report", config.report),
         )
         files._check()
+        if output is not None and _table_format(Path(output)) != files.table_format:
+            raise InvalidArgument(
+                f"output: {str(output)!r} is a link to {str(target)!r}, whose name says another format; name "
+                "the file itself"
+            )
         return files
 
     @property
     def table_format(self) -> str | None:
         """The format of the output if it is a file of columns."""
-        return TABLES.get(self.output.suffix.lower())
+        return _table_format(self.output)
 
     @property
     def plan(self) -> Path:
@@ -78,19 +90,31 @@ class JobFiles:
         try:
             unknown = [path for path in self.written if journal.find(self._claim(path)) is None]
             if not overwrite:
-                self._refuse(unknown)
+                self._check_own(unknown, journal)
             for path in unknown:
                 journal.add(self._claim(path), {"output": path.name})
             journal.commit()
+            _tell_of_damage(journal)
         except BaseException:
             journal.close()
             raise
-        _tell_of_damage(journal)
         return journal
+
+    def _check_own(self, unknown: list[Path], journal: Journal) -> None:
+        """Raise for outputs that the journal does not know, unless damage may have made it forget them."""
+        is_damaged = bool(journal.damaged_bytes or journal.cut_bytes)
+        if self.journal != _journal_of(self.output) or not (is_damaged or len(journal) == 0):
+            self._refuse(unknown)
+        elif not is_damaged and any(map(_has_content, unknown)):
+            warnings.warn(
+                f"the journal {str(self.journal)!r} is empty, which is damage: the output beside it is there "
+                "already; all rows are computed once more",
+                stacklevel=2,
+            )
 
     def _refuse(self, paths: list[Path]) -> None:
         for path in paths:
-            if path.exists() and path.stat().st_size:
+            if _has_content(path):
                 raise InvalidArgument(
                     f"the output {str(path)!r} is there already, and the journal {str(self.journal)!r} does "
                     "not know it; name another output, or replace it with overwrite=True (--overwrite)"
@@ -114,17 +138,63 @@ class JobFiles:
                 )
             taken[path.resolve()] = each.name
             _check_writable(each.name, path)
+        # Files beside them have longer names.
+        for name, path in (
+            ("output", beside(self.output, "ordered")),
+            ("error_file", beside(self.error_file or self.output, "ordered")),
+            ("journal", self.plan),
+        ):
+            _look_at(name, path)
+
+
+def _real(name: str, value: object) -> Path:
+    """The path of a file to write, through links to where it is: a link is not to be replaced by the file.
+
+    Raises `InvalidArgument` for what can be no path of a file.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise WrongType(f"{name} must be the path of a file, got {show(value)}")
+    path = Path(value)
+    if not path.name:
+        raise InvalidArgument(f"{name} must be the path of a file, got {str(value)!r}, which names none")
+    _look_at(name, path)
+    return path.resolve() if path.is_symlink() else path
+
+
+def _look_at(name: str, path: Path) -> None:
+    """Raise `InvalidArgument` for a path that no file can have."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long or has NUL in it, a circle of links
+        fault = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(
+            f"{name}: {brief(str(path))} cannot be used: {fault}; name another file"
+        ) from None
+
+
+def _journal_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.journal")
+
+
+def _table_format(path: Path) -> str | None:
+    return TABLES.get(path.suffix.lower())
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def _beside_input(source: Path) -> Path:
     """`in.jsonl` gives `in.out.jsonl`."""
-    suffix = source.suffix if source.suffix in TABLES else ".jsonl"
-    stem = source.name.removesuffix(".gz")
-    return source.with_name(f"{Path(stem).stem}.out{suffix}")
+    suffix = source.suffix if source.suffix.lower() in TABLES else ".jsonl"
+    name = source.stem if is_gzip(source) else source.name
+    return source.with_name(f"{Path(name).stem}.out{suffix}")
 
 
 def _check_writable(name: str, path: Path) -> None:
-    if path.suffix == ".gz":
+    if is_gzip(path):
         raise InvalidArgument(
             f"{name}: {str(path)!r} would be compressed, but it grows row by row; leave .gz out"
         )

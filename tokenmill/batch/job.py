@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
 from tokenmill.frontend.planning import Plan
-from tokenmill.sampling_params import SamplingParams, check_whole
+from tokenmill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenmill.engine import Engine
@@ -49,6 +50,12 @@ _FORM_ARGUMENTS = tuple(
     for field in dataclasses.fields(RowForm)
     if field.name in _JOB_ARGUMENTS and field.name != "sampling_params"
 )
+
+# Options that say what results show, which OpenAI's bodies ask for in their own way.
+_SHAPING_OPTIONS = {
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_text_in_logprobs", "return_hidden_states", "hidden_states_format"),
+}
 
 
 def run(
@@ -87,15 +94,14 @@ class BatchJob:
         ours, self._engine_arguments = _shared_out(arguments, has_engine=engine is not None)
         self._config = config = JobConfig(**ours)
         self._engine = engine
-        check_whole("seed", config.seed, minimum=-(2**63), maximum=2**64 - 1)
         SamplingParams.from_value(config.sampling_params)
         opened = open_source(source, format=config.format, split=config.split)
         self._is_openai = is_batch_file(opened)
         self._source = PromptRows(opened) if self._is_openai else opened
         form = RowForm(**{name: getattr(config, name) for name in _FORM_ARGUMENTS})
         self._columns = None if self._is_openai else ColumnRows(form, self._source)
-        self._check_form(form)
         self.files = JobFiles.of(Path(source), output, config, has_error_file=self._is_openai)
+        self._check_form(form)
         self.resumed = False
         self._facts: dict[str, Any] = {}
         self._saved_plan: dict[str, Any] | None = None
@@ -118,7 +124,8 @@ class BatchJob:
             stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
             self._answer(engine, journal)
         if self.files.report is not None:
-            write_report(self.summary(), self.files.report)
+            with _warning_of_disk(self.files.report):
+                write_report(self.summary(), self.files.report)
 
     def plan(self) -> Plan:
         """What the job would take, if nothing of it was done before.
@@ -135,7 +142,8 @@ class BatchJob:
                 options=self._options(),
                 keys=self._keys(engine),
             )
-        save_plan(made, self._source, self.files.plan)
+        with _warning_of_disk(self.files.plan):
+            save_plan(made, self._source, self.files.plan)
         return made
 
     def summary(self) -> dict[str, Any]:
@@ -210,7 +218,8 @@ class BatchJob:
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
 
     def _keys(self, engine: Engine) -> Keys:
-        model = fingerprint(engine.config, dtype=engine.open_rows().facts.dtype)
+        rows = engine.open_rows()
+        model = fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
         return Keys(model, seed=self._config.seed)
 
     def _options(self) -> dict[str, Any]:
@@ -226,12 +235,39 @@ class BatchJob:
                     "leave it out"
                 )
             return
+        self._check_openai()
         for field in dataclasses.fields(RowForm):
             if getattr(form, field.name) not in (field.default, {}):
                 raise InvalidArgument(
                     f"{field.name} says how prompts are made of columns, but the input is a file of OpenAI's "
                     "batch API, whose rows say it themselves; leave it out"
                 )
+
+    def _check_openai(self) -> None:
+        """Raise for arguments that would change what OpenAI's answers look like."""
+        if self._config.output_ids:
+            raise InvalidArgument("output_ids: answers of OpenAI's batch API have no token ids; leave it out")
+        for name in sorted(_SHAPING_OPTIONS & self._config.options.keys()):
+            raise InvalidArgument(
+                f"options: {name} says what results show, but rows of OpenAI's batch API say it themselves "
+                "(logprobs, top_logprobs); leave it out"
+            )
+        if self.files.table_format is not None:
+            raise InvalidArgument(
+                f"output: {str(self.files.output)!r} is a file of columns, but answers of OpenAI's batch API "
+                "are lines of JSON; name a .jsonl"
+            )
+
+
+@contextlib.contextmanager
+def _warning_of_disk(path: Path) -> Iterator[None]:
+    """A block that writes what is not the work itself, which a full disk must not make look undone."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; all else is done", stacklevel=4
+        )
 
 
 def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:

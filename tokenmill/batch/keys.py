@@ -116,12 +116,15 @@ def seeded(requests: Sequence[Request], key: RowKey) -> tuple[Request, ...]:
     )
 
 
-def fingerprint(config: EngineConfig, *, dtype: str) -> bytes:
+def fingerprint(config: EngineConfig, *, dtype: str, tensor_update: str = "") -> bytes:
     """What model answers: its arguments, small files whole, weights by their headers and some of each tensor.
 
-    `dtype` is the one that was resolved. Reads some kilobytes of each file of weights, not all of them.
+    `dtype` is the one that was resolved; `tensor_update` a word for weights that are in no file. Reads some
+    kilobytes of each file of weights, not all of them.
     """
     arguments = {name: getattr(config, name) for name in CHANGING_ARGUMENTS} | {"dtype": dtype}
+    if tensor_update:
+        arguments["tensor_update"] = tensor_update
     digest = hashlib.blake2b(
         json.dumps(arguments, sort_keys=True, default=repr).encode(), digest_size=KEY_BYTES
     )
@@ -175,7 +178,8 @@ def _digest(*parts: bytes) -> bytes:
 def _asks_the_same(one: Request, other: Request) -> bool:
     """Whether two requests certainly have the same settings; False may also mean that it takes too long."""
     return (
-        (one.params is other.params or one.params == other.params)
+        # Equal is not the same in what may be any JSON: 1 == True.
+        (one.params is other.params or (one.params == other.params and not one.params.custom_params))
         and one.max_new_tokens == other.max_new_tokens
         and one.stop_ids == other.stop_ids
         and one.grammar is other.grammar
@@ -188,6 +192,8 @@ def _asks_the_same(one: Request, other: Request) -> bool:
 def _settings_text(request: Request) -> str:
     """Everything but the prompt and the seed that the answer depends on."""
     params = {name: value for name, default in _PARAMS if (value := getattr(request.params, name)) != default}
+    if "custom_params" in params:  # any JSON: the same whatever the order of its keys
+        params["custom_params"] = json.dumps(params["custom_params"], sort_keys=True)
     return repr(
         (
             sorted(params.items()),

@@ -13,6 +13,9 @@ from tokenmill.batch.input_record import Record
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.keys import RowKey
 
+# Failures by what a row asks for, which a row like it shares; all others are those of one run.
+_OF_CONTENT = {"bad_parameters", "too_long", "bad_grammar"}
+
 
 class OpenRow:
     """A row between its reading and its line in the output."""
@@ -40,6 +43,13 @@ class Ledger:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._waiting: dict[bytes, list[tuple[OpenRow, int]]] = {}
+        self._num_waiting = 0
+        self._forsaken: dict[int, tuple[OpenRow, list[int]]] = {}  # by the index of the row
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a row waits for a sample that another one computes, or must compute it itself now."""
+        return bool(self._num_waiting or self._forsaken)
 
     def enter(self, row: OpenRow) -> None:
         """Fill in what is known of a row; `computing` then says which samples must be run.
@@ -56,23 +66,40 @@ class Ledger:
             row.num_new += 1
             if key in self._waiting:
                 self._waiting[key].append((row, number))
+                self._num_waiting += 1
             else:
                 self._waiting[key] = []
                 row.computing.append(number)
 
-    def finish(self, row: OpenRow, results: Sequence[dict[str, Any]]) -> Iterator[OpenRow]:
-        """Take the results of the samples that were run for a row; gives all rows that are complete by them.
+    def finish(
+        self, row: OpenRow, numbers: Sequence[int], results: Sequence[dict[str, Any]]
+    ) -> Iterator[OpenRow]:
+        """Take the results of samples that were run for a row; gives all rows that are complete by them.
 
-        What failed is not kept, so that the next run tries it again.
+        What failed is not kept, so that the next run tries it again. A time limit that ran out for one row
+        says nothing of those that wait for it: they are forsaken.
         """
-        for number, result in zip(row.computing, results, strict=True):
+        for number, result in zip(numbers, results, strict=True):
             key, known = row.key.sample(number), lasting(result)
-            if known.get("error") is None:
+            error = known.get("error")
+            if error is None:
                 self._journal.add(key, known)
             row.set(number, known)
-            for other, place in self._waiting.pop(key):
-                other.set(place, known)
-                if not other.num_missing and other is not row:
-                    yield other
+            waiting = self._waiting.pop(key, [])  # none of a forsaken row, unless one came after it
+            self._num_waiting -= len(waiting)
+            for other, place in waiting:
+                if error is None or other is row or error["type"] in _OF_CONTENT:
+                    other.set(place, known)
+                    if not other.num_missing and other is not row:
+                        yield other
+                else:
+                    self._forsaken.setdefault(other.record.index, (other, []))[1].append(place)
         if not row.num_missing:
             yield row
+
+    def take_forsaken(self, most: int) -> list[tuple[OpenRow, list[int]]]:
+        """Some rows with the samples that they waited for in vain, and that must be run for themselves."""
+        taken = [self._forsaken.pop(index) for index in list(self._forsaken)[:most]]
+        for row, numbers in taken:
+            row.computing += numbers
+        return taken

@@ -15,6 +15,7 @@ from typing import Any
 from tokenmill.batch.input_record import Record, Source, bad_parameters
 from tokenmill.batch.json_text import json_line
 from tokenmill.batch.openai_parts import PartResults, whole_of
+from tokenmill.batch.rows import PROMPT_COLUMNS
 from tokenmill.errors import InvalidArgument, RowError, did_you_mean
 from tokenmill.frontend.openai import (
     CHAT_URL,
@@ -36,12 +37,15 @@ _ROWS_TO_DETECT = 100
 
 
 def is_batch_file(source: Source) -> bool:
-    """Whether the first row that can be read is a request of OpenAI's batch API."""
+    """Whether the first row that is either a request of OpenAI's batch API or has a prompt is the former."""
     if source.format != "jsonl":
         return False
     for record in islice(source, _ROWS_TO_DETECT):
-        if record.fields is not None:
-            return {"method", "url", "body"} <= record.fields.keys()
+        names = (record.fields or {}).keys()
+        if {"method", "url", "body"} <= names:
+            return True
+        if not names.isdisjoint(PROMPT_COLUMNS):
+            return False
     return False
 
 

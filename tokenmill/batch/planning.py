@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,18 +91,20 @@ class _Reading:
         for entry in self._runner.read(good, sampling_params=self._params, options=self._options):
             if entry.job is None:
                 self.num_invalid += 1
-            elif self._is_known(entry.job.requests):
-                self.num_duplicates += 1
+            elif new := self._new(entry.job.requests):
+                self.requests += new
             else:
-                self.requests += entry.job.requests
+                self.num_duplicates += 1
 
-    def _is_known(self, requests: tuple[Request, ...]) -> bool:
+    def _new(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Those of a row that no row before it asks for; of samples that draw nothing, one."""
         if self._keys is None:
-            return False
-        digest = self._keys.of(requests).digest
-        is_known = digest in self._known
-        self._known.add(digest)
-        return is_known
+            return requests
+        key = self._keys.of(requests)
+        if key.digest in self._known:
+            return ()
+        self._known.add(key.digest)
+        return requests[:1] if key.is_greedy else requests
 
 
 # ── which rows ────────────────────────────────────────────────────────────────────────────────

@@ -44,12 +44,12 @@ class Progress:
         True: a live line in any case; False: nothing. `look` is called before each look at the figures; it
         may bring them up to date.
         """
-        stream = stream or sys.stderr
+        stream = stream or _standard_error()
         self._figures = figures
         self._look = look
         self._recent: deque[Snapshot] = deque()
         self._show: _Line | _LogLines | None = None
-        if wanted or (wanted is None and stream.isatty()):
+        if stream is not None and (wanted or (wanted is None and stream.isatty())):
             self._show = _Line(stream)
         elif wanted is None:
             self._show = _LogLines()
@@ -166,6 +166,11 @@ class _Line:
         self._stream.write(f"\r{line.ljust(self._length)}{end}")
         self._stream.flush()
         self._length = len(line)
+
+
+def _standard_error() -> TextIO | None:
+    """None where it is closed, as for a service without a terminal."""
+    return None if getattr(sys.stderr, "closed", True) else sys.stderr
 
 
 def _width_of(stream: TextIO) -> int:

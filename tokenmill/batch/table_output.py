@@ -11,6 +11,7 @@ from tokenmill.batch.input_record import Record, Source
 from tokenmill.batch.line_file import LineFile, beside, replace_whole
 from tokenmill.batch.outputs import Result, RowOutput
 from tokenmill.batch.tables import check_writable, write_table
+from tokenmill.errors import JobStopped
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -25,6 +26,7 @@ class TableOutput:
         self._rows = rows
         self._source = source
         self._format = format
+        self._source_before = source.fingerprint()
         self.lines_path = beside(path, "rows")
         self.lines_path.unlink(missing_ok=True)  # of a run that was killed; the journal has all of it
 
@@ -33,12 +35,34 @@ class TableOutput:
         return _encode(results).encode() + b"\n", None
 
     def write(self, lines: LineFile) -> None:
-        """Make the table; `lines` has one line for each record. Raises `JobStopped`."""
+        """Make the table; `lines` has one line for each record.
+
+        Raises `JobStopped`, also where the records are no longer those that the lines were made of.
+        """
 
         def rows() -> Iterator[dict[str, Any]]:
             for record, line in zip(self._source, lines.in_order(), strict=True):
                 yield self._rows.row(record, json.loads(line))
 
-        replace_whole(self._path, lambda target: write_table(target, rows, format=self._format))
+        def write(target: Path) -> None:
+            try:
+                write_table(target, rows, format=self._format)
+            except Exception:
+                self._check_source()  # which explains whatever went wrong
+                raise
+            self._check_source()
+
+        replace_whole(self._path, write)
         lines.close()
         self.lines_path.unlink(missing_ok=True)
+
+    def _check_source(self) -> None:
+        try:
+            is_same = self._source.fingerprint() == self._source_before
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise JobStopped(
+                f"the input changed while the job ran, so {str(self._path)!r} cannot be made of it. What was "
+                "finished is kept; start the same job again, and it goes on"
+            )

@@ -85,8 +85,8 @@ def _write_parquet(path: Path, rows: Rows) -> None:
 
 def _write_typed(path: Path, rows: Rows, types: _Types) -> None:
     pyarrow = _pyarrow()
-    fields = [(name, pyarrow.string() if type is None else type) for name, type in types.items()]
-    schema = pyarrow.schema(fields)
+    kinds = [pyarrow.string() if type is None else type for type in types.values()]
+    schema = pyarrow.schema([*zip(_column_names(types), kinds, strict=True)])
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for chunk in _chunks(rows(), _ROWS_IN_GROUP):
             columns = []
@@ -96,6 +96,17 @@ def _write_typed(path: Path, rows: Rows, types: _Types) -> None:
                 except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):
                     raise _Spoiled(name) from None
             writer.write_table(pyarrow.table(columns, schema=schema))
+
+
+def _column_names(names: Iterable[str]) -> list[str]:
+    """The names in UTF-8, half a surrogate pair by its number, as in JSON; still all distinct."""
+    shown: dict[str, None] = {}
+    for name in names:
+        word = name.encode(errors="backslashreplace").decode()
+        while word in shown:
+            word += "_"
+        shown[word] = None
+    return [*shown]
 
 
 def _types(rows: Rows) -> _Types:
@@ -122,13 +133,15 @@ def _common_type(pyarrow: Any, known: Any, values: list[Any]) -> Any:
 
 
 def _storable(pyarrow: Any, type: Any) -> Any:
-    """The type, or None where Parquet has nothing for it: objects without any key."""
+    """The type, or None where it cannot be written (objects without a key) or read (50 nested lists)."""
     if type is None:
         return None
     empty = pyarrow.table({"value": pyarrow.array([], type)})
+    file = pyarrow.BufferOutputStream()
     try:
-        pyarrow.parquet.write_table(empty, pyarrow.BufferOutputStream())
-    except pyarrow.ArrowException:
+        pyarrow.parquet.write_table(empty, file)
+        pyarrow.parquet.read_table(file.getvalue())
+    except (pyarrow.ArrowException, OSError):
         return None
     return type
 

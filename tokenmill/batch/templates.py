@@ -35,7 +35,7 @@ class RowTemplate:
             self._template = self._environment.from_string(self._source)
         except TemplateSyntaxError as error:
             raise InvalidArgument(f"the template is faulty in line {error.lineno}: {error.message}") from None
-        except RecursionError:
+        except (RecursionError, SyntaxError, MemoryError):  # limits of Python, which compiles it
             raise InvalidArgument("the template is nested too deeply; make it flatter") from None
 
     @cached_property

@@ -31,7 +31,7 @@ class DamagedFile(Exception):
 
 def is_gzip(path: Path) -> bool:
     """Whether the name says that the file is compressed."""
-    return path.suffix == ".gz"
+    return path.suffix.lower() == ".gz"
 
 
 def check_encoding(path: Path) -> None:

@@ -36,6 +36,7 @@ _MOST_HELD_BYTES = 256 * 2**20
 _PAUSE_SECONDS = 0.005
 
 _Weighed = tuple[Record, int]  # with about how many bytes it holds
+_Flight = tuple[OpenRow, list[int]]  # the samples that are run for a row together
 
 
 class Work:
@@ -71,7 +72,8 @@ class Work:
         self._params = params
         self._options = options
         self._turns = runner.turns()
-        self._flying: dict[int, OpenRow] = {}
+        self._flying: dict[int, _Flight] = {}  # by the index of its entry
+        self._num_flown = 0
         self._num_held = 0
         self._held_bytes = 0
         self.num_rows = 0
@@ -81,10 +83,10 @@ class Work:
         finished = cast(Generator[Finished], self._runner.run(self._entries(), fills_up_first=True))
         with contextlib.closing(finished), uncollected():
             for entry, results in finished:
-                row = self._flying.pop(entry.index)
-                self._figures.finished(results)
-                for complete in self._ledger.finish(row, results):
-                    if complete is not row:
+                row, numbers = self._flying.pop(entry.index)
+                self._figures.finished(results, is_row=numbers[0] == row.computing[0])
+                for complete in self._ledger.finish(row, numbers, results):
+                    if not complete.computing:
                         self._figures.duplicate(1)
                     self._let_go(complete)
                 self._commits.check()
@@ -97,6 +99,8 @@ class Work:
     def _entries(self) -> Iterator[list[Entry]]:
         """What must be run, as it is read; rows that are known already get their lines meanwhile."""
         for weighed in _batches(self._source):
+            if alone := self._alone():
+                yield alone
             entries = []
             for each in self._read(weighed):
                 if (entry := self._enter(*each)) is not None:
@@ -106,8 +110,22 @@ class Work:
                 yield entries
             while self._num_held > _MOST_HELD_ROWS or self._held_bytes > _MOST_HELD_BYTES:
                 time.sleep(_PAUSE_SECONDS)
-                yield []  # let rows finish before more are read
+                yield self._alone()  # let rows finish before more are read
             self._commits.check()
+        while self._ledger.has_waiting:
+            time.sleep(_PAUSE_SECONDS)
+            yield self._alone()
+
+    def _alone(self) -> list[Entry]:
+        """Rows that waited in vain for one like them; they are read once more, and run for themselves."""
+        entries = []
+        for row, numbers in self._ledger.take_forsaken(_ROWS_AT_ONCE):
+            [read] = self._runner.read(
+                [self._item(row.record)], sampling_params=self._params, options=self._options
+            )
+            assert read.job is not None, "a row that was good once is no more"
+            entries.append(self._flight(row, read.job, numbers))
+        return entries
 
     def _read(self, weighed: list[_Weighed]) -> Iterator[tuple[_Weighed, Job | RowError]]:
         """Each record with its requests, or with what is wrong with it."""
@@ -140,10 +158,7 @@ class Work:
         self._num_held += 1
         self._held_bytes += row.weight
         if row.computing:
-            self._flying[record.index] = row
-            job = dataclasses.replace(job, requests=seeded(requests, key))
-            entry = Entry(record.index, job, None)
-            return entry if len(row.computing) == len(requests) else entry.only(row.computing)
+            return self._flight(row, job, row.computing)
         if not row.num_missing:
             if row.num_new:
                 self._figures.duplicate(1)
@@ -151,6 +166,13 @@ class Work:
                 self._figures.replayed(1)
             self._let_go(row)
         return None
+
+    def _flight(self, row: OpenRow, job: Job, numbers: list[int]) -> Entry:
+        """Some samples of a row, as an entry to be run."""
+        self._num_flown += 1
+        self._flying[self._num_flown] = (row, [*numbers])
+        entry = Entry(self._num_flown, dataclasses.replace(job, requests=seeded(job.requests, row.key)), None)
+        return entry if len(numbers) == len(job.requests) else entry.only(numbers)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────
 

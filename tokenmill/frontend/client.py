@@ -71,6 +71,7 @@ class Client:
         self._closed = False
         self._released: set[str] = set()
         self.weight_version = config.weight_version
+        self.tensor_update = ""  # another word after each update of weights that no file holds
         self.metrics = (
             Metrics(config.served_model_name or config.model_path) if config.enable_metrics else None
         )

@@ -10,6 +10,7 @@ import gc
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,8 @@ class Control:
         if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
             path = str(Path(path).absolute())
         success, message, num_paused = self._client.call_core("update_weights_from_disk", model_path=path)
+        if success:
+            self._client.tensor_update = ""
         if raises and not success:
             raise InvalidArgument(message)
         return success, message, num_paused
@@ -188,6 +191,8 @@ class Control:
             named_tensors=_named_tensors(named_tensors),
             flush_cache=check_flag("flush_cache", flush_cache),
         )
+        if success:
+            self._client.tensor_update = uuid.uuid4().hex
         if raises and not success:
             raise InvalidArgument(message)
         return success, message

@@ -80,6 +80,11 @@ class RowRunner:
         """What the core found out at start."""
         return self._client.facts
 
+    @property
+    def tensor_update(self) -> str:
+        """A word that only the weights of this moment have, once tensors replaced some; "" if none did."""
+        return self._client.tensor_update
+
     def turns(self) -> Turns:
         """For work on rows while others run: with whom it takes turns."""
         return Turns(self._client.core_need)
@@ -246,12 +251,14 @@ class Flow:
         prepared: list[Prepared] = []
         some: list[Prepared] | None = []
         failure: Exception | None = None
-        while some is not None and len(prepared) + self.chunk <= most and time.perf_counter() < due:
+        while len(prepared) + self.chunk <= most and time.perf_counter() < due:
             try:
                 some = self._pull(entries)
             except Exception as error:  # of the source; what came before it goes first
                 some, failure = None, error
-            prepared += some or ()
+            if not some:  # the end, or nothing more before some of these have finished
+                break
+            prepared += some
         self.start(prepared)
         return some is not None, failure
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenmill.errors import InvalidArgument, RowError, UnknownArgument, WrongType, did_you_mean
+from tokenmill.logit_processors import check_registered
 from tokenmill.sampling_params import check_flag, check_whole, show
 
 CHAT_URL = "/v1/chat/completions"
@@ -33,7 +34,7 @@ _RENAMED = {
 }
 # Keywords of `generate` and `chat` that a body may hold as they are.
 _OPTIONS = {"priority", "custom_logit_processor", "cache_salt", "timeout"}
-_CHAT_OPTIONS = {"chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+_CHAT_OPTIONS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 # About the caller, the bill, or where it runs: nothing that an answer depends on.
 _WITHOUT_EFFECT = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -54,12 +55,15 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
+    "chat_template": (),
 }
 _REMEDIES = {
     "stream": "results of a batch come at once; leave it out",
     "functions": "give them as tools",
     "function_call": "give tool_choice",
     "best_of": "give n to get all samples",
+    # A template is a program: one that never ends would hold up all other bodies.
+    "chat_template": "give it to the engine, for all",
 }
 _FOR_CHAT = {
     *("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format"),
@@ -85,8 +89,8 @@ def read_chat(body: Any, *, defaults: Mapping[str, Any] | None = None) -> dict[s
         raise InvalidArgument("max_tokens and max_completion_tokens differ; give one of them")
     for name in limits:
         params["max_new_tokens"] = check_whole(name, given[name], minimum=0)
-    item = {"messages": _messages(given["messages"]), "sampling_params": params}
-    item |= {name: given[name] for name in _OPTIONS | _CHAT_OPTIONS if name in given}
+    item = {"messages": _messages(given["messages"]), "sampling_params": params, **_options(given)}
+    item |= {name: given[name] for name in _CHAT_OPTIONS if name in given}
     item |= _tools(given)
     if "reasoning_effort" in given:  # the models that know it are told by a variable of their template
         variables = given.get("chat_template_kwargs") or {}
@@ -109,8 +113,7 @@ def read_completions(body: Any, *, defaults: Mapping[str, Any] | None = None) ->
     params = {"max_new_tokens": _DEFAULT_COMPLETION_TOKENS, **(defaults or {}), **_params(given)}
     if "max_tokens" in given:
         params["max_new_tokens"] = check_whole("max_tokens", given["max_tokens"], minimum=0)
-    item: dict[str, Any] = {"sampling_params": params}
-    item |= {name: given[name] for name in _OPTIONS if name in given}
+    item: dict[str, Any] = {"sampling_params": params, **_options(given)}
     if "logprobs" in given:
         item |= _logprobs(check_whole("logprobs", given["logprobs"], minimum=0))
     return [{**prompt, **item} for prompt in _prompts(given["prompt"])]
@@ -137,6 +140,13 @@ def _read_names(body: Any, own: set[str]) -> dict[str, Any]:
                 f"body has no parameter {name!r}.{did_you_mean(str(name), sorted(known | _REFUSED.keys()))}"
             )
     return given
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `generate`. A processor's text is a program, which a body is not trusted with."""
+    if "custom_logit_processor" in given:
+        check_registered("custom_logit_processor", given["custom_logit_processor"])
+    return {name: given[name] for name in _OPTIONS if name in given}
 
 
 def _params(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,8 +302,9 @@ def _shown_logprobs(
     tokens = facts.get("output_token_logprobs")
     if tokens is None:
         return None
-    # The token that ended the text is not part of it.
+    # The token that ended the text is not part of it, nor is one that was drawn although none was wanted.
     count = len(tokens) - (1 if type(facts["finish_reason"].get("matched")) is int else 0)
+    count = min(count, facts["completion_tokens"])
     tops = facts.get("output_top_logprobs") or [()] * len(tokens)
     return shape(list(tokens[:count]), list(tops[:count]))
 

@@ -189,7 +189,8 @@ class Planner:
         is_open = np.array([not request.params.ignore_eos for request in requests], dtype=np.bool_)
         outputs = bounds
         if mean_output_tokens is not None:
-            outputs = np.where(is_open, np.minimum(bounds, round(mean_output_tokens)), bounds)
+            usual = np.rint(np.minimum(bounds, mean_output_tokens)).astype(np.int64)
+            outputs = np.where(is_open, usual, bounds)
         prompts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
         if self._config.disable_radix_cache:
             cached = np.zeros_like(prompts)

@@ -1,0 +1,265 @@
+"""What may go wrong around a job: its files, its arguments, and what others do to them meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill import Engine, InvalidArgument, JobStopped, WrongType, batch
+from tokenmill.batch import job
+from tokenmill.batch.work import Work
+
+pytestmark = pytest.mark.cpu
+
+Rows = list[dict[str, Any]]
+GREEDY = {"temperature": 0, "max_new_tokens": 2}
+
+
+def write(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompts(count: int) -> Rows:
+    return [{"id": i, "prompt": f"The capital of country {i} is"} for i in range(count)]
+
+
+@pytest.fixture
+def do(tmp_path: Path, tiny_engine: Engine) -> Callable[..., dict[str, Any]]:
+    """Runs a job on `in.jsonl`, made of `rows` if they are given, with the shared engine."""
+
+    def run(rows: Rows | None = None, output: Any = "out.jsonl", **arguments: Any) -> dict[str, Any]:
+        source = tmp_path / "in.jsonl"
+        if rows is not None:
+            write(source, rows)
+        place = tmp_path / output if isinstance(output, str) and output else output
+        return batch.run(source, place, engine=tiny_engine, **{"sampling_params": GREEDY, **arguments})
+
+    return run
+
+
+# ── paths ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ("", "output must be the path of a file, got '', which names none"),
+        (".", "is no plain file"),
+        (Path("/"), "which names none"),
+        (5, "output must be the path of a file, got 5"),
+        (b"out.jsonl", "output must be the path of a file, got b'out.jsonl'"),
+        ("a\0b", "cannot be used: embedded null byte"),
+        ("circle", "cannot be used: Too many levels of symbolic links"),
+        ("x" * 300, "cannot be used: File name too long"),
+        ("x" * 250, "cannot be used: File name too long"),  # with what stands beside it
+        ("in.jsonl/out.jsonl", "there is no folder"),
+    ],
+)
+def test_outputs_that_no_file_can_be_are_told_before_any_work(
+    do: Callable[..., Any], tmp_path: Path, output: Any, told: str
+) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(InvalidArgument) as raised:
+        do(prompts(1), output)
+    assert told in str(raised.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "circle"}
+
+
+@pytest.mark.parametrize("name", ["journal", "report"])
+def test_other_paths_are_looked_at_as_well(do: Callable[..., Any], name: str) -> None:
+    with pytest.raises(WrongType, match=f"{name} must be the path of a file, got 5"):
+        do(prompts(1), **{name: 5})
+    with pytest.raises(InvalidArgument, match=name):
+        do(prompts(1), **{name: "x" * 300})
+
+
+def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "out.jsonl"
+    link.symlink_to("real/answers.jsonl")
+    do(prompts(3))
+    assert do()["rows"]["replayed"] == 3
+    assert link.is_symlink()
+    assert len(read(tmp_path / "real" / "answers.jsonl")) == 3
+    (tmp_path / "out.csv").symlink_to("real/answers.jsonl")
+    with pytest.raises(InvalidArgument, match="whose name says another format"):
+        do(output="out.csv", overwrite=True)
+
+
+# ── arguments ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"sampling_params": None}, "sampling_params must be a dict, got None"),
+        ({"options": None}, "options must be a dict, got None"),
+        ({"options": [1]}, "options must be a dict"),
+        ({"prompt_column": 5}, "prompt_column must be a string, got 5"),
+        ({"params_column": 5}, "params_column must be a string"),
+        ({"tools_column": 5}, "tools_column must be a string"),
+        ({"system": 5}, "system must be a string"),
+        ({"template": 5}, "template must be a string"),
+        ({"as_chat": "yes"}, "as_chat must be True or False"),
+        ({"overwrite": "no"}, "overwrite must be True or False"),
+        ({"timeout": 0}, "timeout must be a finite number above 0"),
+        ({"timeout": "soon"}, "timeout must be a number"),
+        ({"format": 5}, "format must be one of"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_told_before_any_work(
+    do: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        do(prompts(1), **arguments)
+    assert told in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+REQUEST = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"options": {"return_logprob": True}}, "return_logprob says what results show"),
+        ({"options": {"return_hidden_states": True}}, "return_hidden_states says what results show"),
+        ({"output_ids": True}, "output_ids: answers of OpenAI's batch API have no token ids"),
+        ({"output": "out.csv"}, "is a file of columns, but answers of OpenAI's batch API are lines"),
+        ({"output": "out.parquet"}, "name a .jsonl"),
+    ],
+)
+def test_what_answers_in_the_shape_of_openai_cannot_hold_is_refused(
+    do: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        do([REQUEST], **arguments)
+    assert told in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+# ── damage ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut", "flipped", "header only"])
+def test_a_journal_that_lost_its_first_record_lets_the_job_go_on(
+    do: Callable[..., Any], tmp_path: Path, damage: str
+) -> None:
+    do(prompts(4))
+    journal, output = tmp_path / "out.jsonl.journal", tmp_path / "out.jsonl"
+    data, before = journal.read_bytes(), output.read_bytes()
+    cases = {
+        "emptied": b"",
+        "cut": data[:80],
+        "flipped": data[:70] + bytes([data[70] ^ 0x40]) + data[71:],
+        "header only": data[:64],
+    }
+    journal.write_bytes(cases[damage])
+    with pytest.warns(UserWarning, match="damage"):
+        summary = do()
+    assert summary["rows"]["done"] == 4
+    assert summary["rows"]["replayed"] == (4 if damage == "flipped" else 0)
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["appended", "cut", "deleted", "replaced"])
+@pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
+def test_an_input_that_changes_meanwhile_stops_the_job(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, change: str
+) -> None:
+    """The columns of an output of columns are read at the end; another row must not get the answer."""
+    source, plain = tmp_path / "in.jsonl", Work.run
+
+    def run(work: Work) -> None:
+        plain(work)
+        match change:
+            case "deleted":
+                source.unlink()
+            case "replaced":
+                write(source, [{"prompt": "something else"}] * 3)
+            case _:
+                write(source, prompts(4 if change == "appended" else 2))
+
+    monkeypatch.setattr(Work, "run", run)
+    with pytest.raises(JobStopped, match="the input changed while the job ran"):
+        do(prompts(3), output)
+    assert not (tmp_path / output).exists()
+    monkeypatch.setattr(Work, "run", plain)
+    assert do(prompts(3), output)["rows"]["replayed"] == 3
+
+
+@pytest.mark.parametrize("full", ["report", "plan"])
+def test_a_job_is_done_though_its_report_or_plan_has_no_room(
+    tmp_path: Path, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    def write_nothing(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(job, f"write_{full}" if full == "report" else f"save_{full}", write_nothing)
+    source = write(tmp_path / "in.jsonl", prompts(2))
+    made = job.BatchJob(source, engine=tiny_engine, sampling_params=GREEDY, report=tmp_path / "report.html")
+    act = made.run if full == "report" else made.plan
+    with pytest.warns(UserWarning, match="cannot be written: No space left on device"):
+        act()
+    assert made.summary()["rows"]["done"] == (2 if full == "report" else 0)
+
+
+# ── rows alike ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_that_ran_out_of_time_takes_none_along_that_waited_for_it(
+    do: Callable[..., Any], tmp_path: Path
+) -> None:
+    def line(number: int, **body: Any) -> dict[str, Any]:
+        asked = {"prompt": "Hi", "max_tokens": 60, "ignore_eos": True, **body}
+        return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": asked}
+
+    rows = [line(0, timeout=1e-6), *(line(number, n=1 + number % 3) for number in range(1, 7))]
+    summary = do(rows, sampling_params={})
+    assert [row["custom_id"] for row in read(tmp_path / "out.errors.jsonl")] == ["r0"]
+    answers = read(tmp_path / "out.jsonl")
+    assert [row["custom_id"] for row in answers] == [f"r{number}" for number in range(1, 7)]
+    assert {choice["text"] for row in answers for choice in row["response"]["body"]["choices"][:1]} == {
+        answers[0]["response"]["body"]["choices"][0]["text"]
+    }
+    assert summary["rows"]["done"] == 7
+    assert summary["rows"]["failed"] == 1
+
+
+def test_rows_alike_share_a_fault_of_what_they_ask_for(do: Callable[..., Any], tmp_path: Path) -> None:
+    summary = do([{"prompt": "Hi", "sampling_params": {"regex": "(?=a)"}}] * 5)
+    assert {row["error"]["type"] for row in read(tmp_path / "out.jsonl")} == {"bad_grammar"}
+    assert summary["rows"]["done"] == 5
+
+
+def test_replaced_weights_replay_nothing_of_the_old_ones(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", prompts(2))
+    with Engine(model_path="tiny") as engine:
+
+        def replayed() -> int:
+            summary = batch.run(source, tmp_path / "out.jsonl", engine=engine, sampling_params=GREEDY)
+            return int(summary["rows"]["replayed"])
+
+        assert (replayed(), replayed()) == (0, 2)
+        before = read(tmp_path / "out.jsonl")
+        norm = engine.get_weights_by_name("model.norm.weight", truncate_size=10_000)
+        assert norm is not None
+        negated = -torch.tensor(norm)
+        assert engine.update_weights_from_tensor({"model.norm.weight": negated})[0]
+        assert (replayed(), replayed()) == (0, 2)
+        assert [row["text"] for row in read(tmp_path / "out.jsonl")] != [row["text"] for row in before]
+        engine.update_weights_from_disk("tiny")
+        assert replayed() == 2
+        assert read(tmp_path / "out.jsonl") == before
