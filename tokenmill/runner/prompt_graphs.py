@@ -26,8 +26,9 @@ from tokenmill.sampling import sample
 
 _log = logging.getLogger("tokenmill")
 
-# Capturing a step costs about as much as launching it kernel by kernel, so what comes again is captured;
-# where a larger graph serves meanwhile, only after so many steps.
+# Capturing a step costs about as much as launching it kernel by kernel. Long ones are captured at once, short
+# ones, which may be the only request of somebody, when they come again; where a larger graph serves meanwhile,
+# only after so many steps.
 _STEPS_BEFORE_CAPTURE = 1
 _PADDED_STEPS_BEFORE_CAPTURE = 5
 # A graph holds some memory of the device; those of the first shapes stay.
@@ -154,8 +155,10 @@ class PromptGraphs:
         if shape not in self._graphs:
             self._steps[shape] += 1
             larger = self._larger(shape)
-            few = _STEPS_BEFORE_CAPTURE if larger is None else _PADDED_STEPS_BEFORE_CAPTURE
-            if self._steps[shape] <= few or len(self._graphs) >= self._most_graphs:
+            if (
+                self._steps[shape] <= _steps_before_capture(shape, larger)
+                or len(self._graphs) >= self._most_graphs
+            ):
                 return larger
             try:
                 self._graphs[shape] = self._capture(shape)
@@ -180,6 +183,12 @@ class PromptGraphs:
             lambda: prompt_step(self._executor, self._rows, inputs, shape), str(shape)
         )
         return _Captured(graph, inputs)
+
+
+def _steps_before_capture(shape: StepShape, larger: StepShape | None) -> int:
+    if larger is not None:
+        return _PADDED_STEPS_BEFORE_CAPTURE
+    return 0 if shape.tokens >= _LONG_STEP else _STEPS_BEFORE_CAPTURE
 
 
 def pack(plan: StepPlan, shape: StepShape, *, spare_slot: int) -> IntArray:
