@@ -11,64 +11,19 @@ import numpy as np
 import xgrammar
 
 from tokenmill.config import EngineConfig
-from tokenmill.grammar.base import BadGrammar, Matcher
+from tokenmill.grammar.base import Matcher
 from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.schemas import read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import load_tokenizer
+from tokenmill.grammar.xgrammar_schemas import check_schema
 from tokenmill.messages import Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
 _FEW = 16
 _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
-# The library passes over keywords of a schema that it does not know; outputs would break the schema.
-_ENFORCED = (
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "prefixItems",
-    "minItems",
-    "maxItems",
-    "enum",
-    "const",
-    "anyOf",
-    "$ref",
-    "$defs",
-    "definitions",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
-)
-# These say nothing about a value.
-_NOTES = (
-    "$schema",
-    "$id",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-)
-_FORMATS = frozenset(
-    ["email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"]
-)
-# Counts are written out; larger ones keep the library busy for ever.
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
-_MAX_COUNT = 10_000
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
-# Keywords whose value maps names of the user to schemas, holds schemas, or holds no schema at all.
-_NAMED = ("properties", "$defs", "definitions")
-_VALUES = ("enum", "const", "default", "examples", "required", "type")
 
 
 class XgrammarMatcher:
@@ -156,26 +111,28 @@ class XgrammarBackend:
     def _compiled(self, grammar: Grammar) -> Any:
         match grammar.kind:
             case "json_schema":
-                return self._json(json.loads(grammar.text))
+                return self._json(read_schema(grammar.text))
             case "regex":
                 return self._compiler.compile_regex(translate(grammar.text))
             case "ebnf":
                 return self._compiler.compile_grammar(grammar.text)
             case "structural_tag":
-                return self._compiler.compile_structural_tag(_new_form(grammar.text))
+                return self._tag(_new_form(grammar.text))
 
     def _json(self, schema: Any) -> Any:
-        if schema is False:
-            raise BadGrammar("the schema `false` allows no output")
         schema = {} if schema is True else schema
-        for problem in _unknown(schema):
-            raise BadGrammar(f"xgrammar cannot follow {problem}; leave it out, or use llguidance")
+        check_schema(schema)
         return self._compiler.compile_json_schema(
             json.dumps(schema),
             any_whitespace=self._any_whitespace,
             separators=None if self._any_whitespace else (",", ":"),
             max_whitespace_cnt=MAX_WHITESPACE if self._any_whitespace else None,
         )
+
+    def _tag(self, document: Any) -> Any:
+        for schema in _schemas_of(document):
+            check_schema(schema)
+        return self._compiler.compile_structural_tag(json.dumps(document))
 
 
 def _text_tokens(tokenizer: Any, num_words: int) -> IntArray:
@@ -197,33 +154,11 @@ def _control_tokens(vocabulary: Any, num_words: int) -> IntArray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _unknown(schema: Any) -> Iterator[str]:
-    """Keywords of a schema that would be passed over."""
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _unknown(item)
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if key not in _ENFORCED and key not in _NOTES:
-            yield f"the keyword {key!r} of a schema"
-        elif key == "format" and value not in _FORMATS:
-            yield f"the format {value!r}"
-        elif key == "pattern" and ("minLength" in schema or "maxLength" in schema):
-            yield "'pattern' together with a length"
-        elif key in _COUNTS and isinstance(value, int) and value > _MAX_COUNT:
-            yield f"a {key} above {_MAX_COUNT:,}"
-        elif key in _NAMED and isinstance(value, dict):
-            yield from _unknown(list(value.values()))
-        elif key not in _VALUES:
-            yield from _unknown(value)
-
-
-def _new_form(text: str) -> str:
+def _new_form(text: str) -> Any:
     """The tag in the library's own form; SGLang's first form is one of its kinds."""
-    document = json.loads(text)
+    document = read_json(text)
     if "structures" not in document:
-        return text
+        return document
     tags = [
         {
             "type": "tag",
@@ -234,4 +169,13 @@ def _new_form(text: str) -> str:
         for tag in read_legacy(text)
     ]
     form = {"type": "triggered_tags", "triggers": document["triggers"], "tags": tags}
-    return json.dumps({"type": "structural_tag", "format": form})
+    return {"type": "structural_tag", "format": form}
+
+
+def _schemas_of(document: Any) -> Iterator[Any]:
+    """The JSON schemas within a tag."""
+    if isinstance(document, dict) and "json_schema" in document:
+        yield document["json_schema"]
+    elif isinstance(document, dict | list):
+        for part in document.values() if isinstance(document, dict) else document:
+            yield from _schemas_of(part)
