@@ -244,6 +244,47 @@ def test_what_cannot_be_followed_says_why(name: str, kind: GrammarKind, text: st
         backend(name).compile(Grammar(kind, text))
 
 
+# With llguidance alone; xgrammar refuses the keywords.
+BAD_SCHEMAS: list[tuple[str, str]] = [
+    ('{"type":"integer","multipleOf":9999991}', "least common multiple above 100,000"),
+    ('{"type":"number","multipleOf":1234.567}', "least common multiple above 100,000"),
+    ('{"allOf":[{"multipleOf":9973},{"type":"integer","multipleOf":9967}]}', "least common multiple"),
+    ('{"type":"object","minProperties":2}', "minProperties=2"),
+    ('{"minProperties":2,"required":["a","b"],"properties":{"a":{}}}', "minProperties=2"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), BAD_SCHEMAS, ids=[schema for schema, _ in BAD_SCHEMAS])
+def test_schemas_that_llguidance_would_get_wrong(schema: str, reason: str) -> None:
+    library = backend("llguidance")
+    with pytest.raises(BadGrammar, match=reason):
+        library.compile(Grammar("json_schema", schema))
+    tag = {"structures": [{"begin": "<a>", "schema": json.loads(schema), "end": "<"}], "triggers": ["<"]}
+    with pytest.raises(BadGrammar, match=reason):
+        library.compile(Grammar("structural_tag", json.dumps(tag)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.05, "minimum": 0, "maximum": 2},
+        {"multipleOf": 1_000_000, "enum": [5, 3_000_000]},
+        {"allOf": [{"multipleOf": 0.001}, {"multipleOf": 1000}], "enum": [1, 2000]},
+        {"type": "object", "minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}},
+        {
+            "type": "object",
+            "properties": {"multipleOf": {"const": 9999991}},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+    ],
+    ids=str,
+)
+def test_multiples_and_counts_of_names_that_work(schema: Any, drawn: Drawn) -> None:
+    for text in drawn("llguidance", "json_schema", json.dumps(schema)):
+        jsonschema.validate(json.loads(text), schema)
+
+
 HOSTILE: list[tuple[GrammarKind, str]] = [
     ("regex", "((a{100}){100}){100}"),
     ("regex", "(a|b)*a(a|b){500}"),

@@ -16,7 +16,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.llguidance_schemas import check_schema
 from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.schemas import read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import read_vocabulary
 from tokenmill.messages import Grammar, IntArray
@@ -147,9 +149,8 @@ class LlguidanceBackend:
                 return self._tags(grammar.text)
 
     def _json(self, text: str) -> str:
-        schema = {"anyOf": [{}]} if text == "true" else json.loads(text)
-        if schema is False:
-            raise BadGrammar("the schema `false` allows no output")
+        schema = {"anyOf": [{}]} if text == "true" else read_schema(text)
+        check_schema(schema)
         try:
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options))
         except ValueError as error:
@@ -158,6 +159,7 @@ class LlguidanceBackend:
     def _tags(self, text: str) -> str:
         """Free text up to a trigger, then one of the tags that begin with it, and so on."""
         tags = read_legacy(text)
+        check_schema([tag.schema for tag in tags])
         rules = [
             "%llguidance {}",
             f"start: ({' | '.join(f'tag{index}' for index in range(len(tags)))})* TEXT",

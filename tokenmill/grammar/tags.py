@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.schemas import read_json
 
 # Most white space between two parts of a JSON text; deep nesting with wide indents fits.
 MAX_WHITESPACE = 32
@@ -24,7 +24,7 @@ class Tag:
 
 def read_legacy(text: str) -> list[Tag]:
     """The tags of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. Raises `BadGrammar`."""
-    document = json.loads(text)
+    document = read_json(text)
     if "structures" not in document:
         raise BadGrammar(
             "llguidance follows tags of the form {'structures': [...], 'triggers': [...]}; for 'format' use "
