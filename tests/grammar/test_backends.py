@@ -129,6 +129,39 @@ def test_a_begun_tag_must_be_finished(name: str) -> None:
     assert begins <= {"t", "f", ""}
 
 
+@each_backend
+@pytest.mark.parametrize("triggers", [["<fn", "<f"], ["<f", "<fn"]], ids=str)
+def test_triggers_that_begin_with_each_other(name: str, triggers: list[str]) -> None:
+    """The shorter one opens all their tags, in whatever order they are given."""
+    tags = [{"begin": begin, "schema": {"type": "integer"}, "end": ">"} for begin in ("<fn=", "<f ")]
+    template = backend(name).compile(
+        Grammar("structural_tag", json.dumps({"structures": tags, "triggers": triggers}))
+    )
+    for text, is_allowed in (("a <fn=5> b", True), ("<f 5>", True), ("<fx", False)):
+        matcher = template.new()
+        assert all(matcher.accept(token) for token in tokenizer().encode(text)) is is_allowed
+
+
+def test_many_properties_that_may_be_left_out() -> None:
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(700)}}
+    matcher = backend("llguidance").compile(Grammar("json_schema", json.dumps(schema))).new()
+    assert all(matcher.accept(token) for token in tokenizer().encode('{"p1": 5, "p699": 7}'))
+    assert matcher.is_accepting
+
+
+def test_limits_met_on_the_way_are_told_from_other_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.grammar.llguidance_backend._MAX_ITEMS_IN_ROW", 100)
+    library = open_backend(EngineConfig(), VOCABULARY)
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(100)}}
+    matcher = library.compile(Grammar("json_schema", json.dumps(schema))).new()
+    assert not matcher.is_too_complex
+    assert not all(matcher.accept(token) for token in tokenizer().encode('{"p1'))
+    assert matcher.is_too_complex
+    matcher = library.compile(Grammar("regex", "a")).new()
+    assert not matcher.accept(tokenizer().encode("b")[0])
+    assert not matcher.is_too_complex
+
+
 def test_newer_form_of_tags(drawn: Drawn) -> None:
     tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "ok"}}
     assert set(drawn("xgrammar", "structural_tag", json.dumps(tag))) == {"ok"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 # Room for large schemas; what needs more is hostile or hopeless.
 _MAX_LEXER_STATES = 50_000
+_MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be left out
+# How its messages name these limits; its reasons to stop do not tell them from other failures.
+_LIMITS = re.compile("too many states|items; max is|fuel exhausted|TooComplex")
 # Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
 # a mask takes longer than this, or there are several locks.
 _SLOW_SECONDS = 2e-4
@@ -56,6 +60,11 @@ class LlguidanceMatcher:
     def error(self) -> str:
         """See `Matcher`."""
         return _reason(self.inner) if self.inner.is_error() else ""
+
+    @property
+    def is_too_complex(self) -> bool:
+        """See `Matcher`."""
+        return _LIMITS.search(self.error) is not None
 
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
@@ -120,7 +129,7 @@ class LlguidanceBackend:
         )
 
     def _matcher(self, source: str) -> LLMatcher:
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ITEMS_IN_ROW)
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:

@@ -46,7 +46,8 @@ def _read_tag(index: int, structure: Any, triggers: list[str]) -> Tag:
         raise BadGrammar(
             f"structures[{index}] must have texts as 'begin' and 'end' and a JSON schema as 'schema'"
         )
-    trigger = next((each for each in triggers if begin.startswith(each)), None)
+    # The shortest is complete first in the text, and then nothing but a tag may follow.
+    trigger = min((each for each in triggers if begin.startswith(each)), key=len, default=None)
     if trigger is None:
         raise BadGrammar(f"structures[{index}] begins with {begin!r}, which no trigger opens")
     return Tag(trigger, begin, schema, end)

@@ -33,6 +33,7 @@ class XgrammarMatcher:
         self.inner = matcher
         self.known = known
         self.error = ""
+        self.is_too_complex = False  # its limits are those of compiling
 
     @property
     def is_accepting(self) -> bool:
@@ -159,6 +160,7 @@ def _new_form(text: str) -> Any:
     document = read_json(text)
     if "structures" not in document:
         return document
+    structures = read_legacy(text)
     tags = [
         {
             "type": "tag",
@@ -166,9 +168,11 @@ def _new_form(text: str) -> Any:
             "content": {"type": "json_schema", "json_schema": tag.schema},
             "end": tag.end,
         }
-        for tag in read_legacy(text)
+        for tag in structures
     ]
-    form = {"type": "triggered_tags", "triggers": document["triggers"], "tags": tags}
+    # The library wants each tag to have one of them.
+    triggers = sorted({tag.trigger for tag in structures})
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
     return {"type": "structural_tag", "format": form}
 
 
