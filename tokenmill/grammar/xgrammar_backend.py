@@ -11,7 +11,8 @@ import numpy as np
 import xgrammar
 
 from tokenmill.config import EngineConfig
-from tokenmill.grammar.base import Matcher
+from tokenmill.grammar.base import BadGrammar, Matcher
+from tokenmill.grammar.gbnf import ebnf_of
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
@@ -91,7 +92,13 @@ class XgrammarBackend:
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
         """See `Backend`."""
         has_json = grammar.kind in ("json_schema", "structural_tag")
-        return XgrammarTemplate(self._compiled(grammar), self._plain_texts if has_json else self._texts)
+        template = XgrammarTemplate(self._compiled(grammar), self._plain_texts if has_json else self._texts)
+        matcher = template.new()
+        first: IntArray = np.zeros(self.num_words, dtype=np.int32)
+        matcher.fill_mask(first)
+        if matcher.error or not (first.any() or matcher.is_accepting):
+            raise BadGrammar(matcher.error or "no output can follow it")
+        return template
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """See `Backend`."""
@@ -116,7 +123,7 @@ class XgrammarBackend:
             case "regex":
                 return self._compiler.compile_regex(translate(grammar.text))
             case "ebnf":
-                return self._compiler.compile_grammar(grammar.text)
+                return self._compiler.compile_grammar(ebnf_of(grammar.text))
             case "structural_tag":
                 return self._tag(_new_form(grammar.text))
 
