@@ -29,6 +29,7 @@ SCHEMAS: list[Any] = [
     {"enum": ["red", "gr\u00fcn", 7, None, {"a": 1}]},
     {"type": "string", "minLength": 2, "maxLength": 5},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"type": "array", "uniqueItems": False, "items": {"const": {"uniqueItems": False}}, "maxItems": 2},
     {
         "type": "object",
         "properties": {
@@ -61,7 +62,7 @@ number ::= [0-9]+
 """
 TAG = {
     "structures": [
-        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=a>", "schema": {"type": "integer", "uniqueItems": False}, "end": "</f>"},
         {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
     ],
     "triggers": ["<f="],
@@ -262,6 +263,8 @@ BAD: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", "false", "no output"),
     ("json_schema", '{"type":"array","uniqueItems":true}', "uniqueItems"),
     ("json_schema", '{"type":"nonsense"}', "nonsense"),
+    ("json_schema", '{"const":10000000000000000000000}', "number 1000.* is out of range"),
+    ("json_schema", '{"type":"integer","minimum":-9999999999999999999}', "number -999.* is out of range"),
     ("ebnf", 'root ::= "a" other', "other"),
     ("ebnf", 'root ::= "a', "."),
     ("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "."),

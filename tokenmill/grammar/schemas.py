@@ -22,12 +22,20 @@ def read_schema(text: str) -> Any:
     schema = read_json(text)
     if schema is False:
         raise BadGrammar("the schema `false` allows no output")
+    leave_out_idle(schema)
     return schema
 
 
 def read_json(text: str) -> Any:
     """A JSON text with schemas in it, whose numbers the libraries can take as they are."""
     return json.loads(text, parse_int=_whole_number)
+
+
+def leave_out_idle(schema: Any) -> None:
+    """Take away, in place, what allows everything, yet is refused where the keyword is not known."""
+    for each in list(subschemas(schema)):
+        if each.get("uniqueItems") is False:
+            del each["uniqueItems"]
 
 
 def _whole_number(digits: str) -> int:

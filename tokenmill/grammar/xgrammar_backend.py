@@ -14,7 +14,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import ebnf_of
 from tokenmill.grammar.patterns import translate
-from tokenmill.grammar.schemas import read_json, read_schema
+from tokenmill.grammar.schemas import leave_out_idle, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.grammar.xgrammar_schemas import check_schema
@@ -139,6 +139,7 @@ class XgrammarBackend:
 
     def _tag(self, document: Any) -> Any:
         for schema in _schemas_of(document):
+            leave_out_idle(schema)
             check_schema(schema)
         return self._compiler.compile_structural_tag(json.dumps(document))
 
