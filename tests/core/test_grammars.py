@@ -32,6 +32,7 @@ class FakeMatcher:
 
     def __init__(self, tokens: list[int], *, open_end: bool = False) -> None:
         self.tokens, self.open_end, self.error = list(tokens), open_end, ""
+        self.is_too_complex = False
 
     @property
     def is_accepting(self) -> bool:
@@ -110,6 +111,22 @@ def test_a_bad_grammar_ends_its_request(world: Any, make_request: Make) -> None:
     assert "regex" in output.finish.message
     assert "it is bad" in output.finish.message
     assert world.scheduler.idle
+
+
+@pytest.mark.parametrize(
+    ("is_too_complex", "end"), [(True, (400, "bad_grammar")), (False, (500, "internal"))]
+)
+def test_a_grammar_that_breaks_while_it_is_followed(
+    make_request: Make, is_too_complex: bool, end: tuple[int, str]
+) -> None:
+    matcher: Any = FakeMatcher([])
+    guide = Guide(matcher, guided(make_request), end_ids=())
+    matcher.error, matcher.is_too_complex = "3,000 items, the limit is 2,000", is_too_complex
+    guide.look()
+    for finish in (guide.finish, guide.accept(1)):
+        assert finish is not None
+        assert (finish.status_code, finish.error_type) == end
+        assert "the limit is 2,000" in finish.message
 
 
 def test_the_device_gets_ready_while_grammars_are_compiled(world: Any, make_request: Make) -> None:

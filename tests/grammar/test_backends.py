@@ -29,6 +29,7 @@ SCHEMAS: list[Any] = [
     {"enum": ["red", "gr\u00fcn", 7, None, {"a": 1}]},
     {"type": "string", "minLength": 2, "maxLength": 5},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"type": "array", "uniqueItems": False, "items": {"const": {"uniqueItems": False}}, "maxItems": 2},
     {
         "type": "object",
         "properties": {
@@ -61,7 +62,7 @@ number ::= [0-9]+
 """
 TAG = {
     "structures": [
-        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=a>", "schema": {"type": "integer", "uniqueItems": False}, "end": "</f>"},
         {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
     ],
     "triggers": ["<f="],
@@ -127,6 +128,39 @@ def test_a_begun_tag_must_be_finished(name: str) -> None:
     library.fill_masks([matcher], masks)
     begins = {tokenizer().decode([token]).strip()[:1] for token in allowed(masks[0])}
     assert begins <= {"t", "f", ""}
+
+
+@each_backend
+@pytest.mark.parametrize("triggers", [["<fn", "<f"], ["<f", "<fn"]], ids=str)
+def test_triggers_that_begin_with_each_other(name: str, triggers: list[str]) -> None:
+    """The shorter one opens all their tags, in whatever order they are given."""
+    tags = [{"begin": begin, "schema": {"type": "integer"}, "end": ">"} for begin in ("<fn=", "<f ")]
+    template = backend(name).compile(
+        Grammar("structural_tag", json.dumps({"structures": tags, "triggers": triggers}))
+    )
+    for text, is_allowed in (("a <fn=5> b", True), ("<f 5>", True), ("<fx", False)):
+        matcher = template.new()
+        assert all(matcher.accept(token) for token in tokenizer().encode(text)) is is_allowed
+
+
+def test_many_properties_that_may_be_left_out() -> None:
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(700)}}
+    matcher = backend("llguidance").compile(Grammar("json_schema", json.dumps(schema))).new()
+    assert all(matcher.accept(token) for token in tokenizer().encode('{"p1": 5, "p699": 7}'))
+    assert matcher.is_accepting
+
+
+def test_limits_met_on_the_way_are_told_from_other_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.grammar.llguidance_backend._MAX_ITEMS_IN_ROW", 100)
+    library = open_backend(EngineConfig(), VOCABULARY)
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(100)}}
+    matcher = library.compile(Grammar("json_schema", json.dumps(schema))).new()
+    assert not matcher.is_too_complex
+    assert not all(matcher.accept(token) for token in tokenizer().encode('{"p1'))
+    assert matcher.is_too_complex
+    matcher = library.compile(Grammar("regex", "a")).new()
+    assert not matcher.accept(tokenizer().encode("b")[0])
+    assert not matcher.is_too_complex
 
 
 def test_newer_form_of_tags(drawn: Drawn) -> None:
@@ -229,6 +263,8 @@ BAD: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", "false", "no output"),
     ("json_schema", '{"type":"array","uniqueItems":true}', "uniqueItems"),
     ("json_schema", '{"type":"nonsense"}', "nonsense"),
+    ("json_schema", '{"const":10000000000000000000000}', "number 1000.* is out of range"),
+    ("json_schema", '{"type":"integer","minimum":-9999999999999999999}', "number -999.* is out of range"),
     ("ebnf", 'root ::= "a" other', "other"),
     ("ebnf", 'root ::= "a', "."),
     ("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "."),
@@ -242,6 +278,47 @@ BAD: list[tuple[GrammarKind, str, str]] = [
 def test_what_cannot_be_followed_says_why(name: str, kind: GrammarKind, text: str, reason: str) -> None:
     with pytest.raises((BadGrammar, RuntimeError), match=reason):
         backend(name).compile(Grammar(kind, text))
+
+
+# With llguidance alone; xgrammar refuses the keywords.
+BAD_SCHEMAS: list[tuple[str, str]] = [
+    ('{"type":"integer","multipleOf":9999991}', "least common multiple above 100,000"),
+    ('{"type":"number","multipleOf":1234.567}', "least common multiple above 100,000"),
+    ('{"allOf":[{"multipleOf":9973},{"type":"integer","multipleOf":9967}]}', "least common multiple"),
+    ('{"type":"object","minProperties":2}', "minProperties=2"),
+    ('{"minProperties":2,"required":["a","b"],"properties":{"a":{}}}', "minProperties=2"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), BAD_SCHEMAS, ids=[schema for schema, _ in BAD_SCHEMAS])
+def test_schemas_that_llguidance_would_get_wrong(schema: str, reason: str) -> None:
+    library = backend("llguidance")
+    with pytest.raises(BadGrammar, match=reason):
+        library.compile(Grammar("json_schema", schema))
+    tag = {"structures": [{"begin": "<a>", "schema": json.loads(schema), "end": "<"}], "triggers": ["<"]}
+    with pytest.raises(BadGrammar, match=reason):
+        library.compile(Grammar("structural_tag", json.dumps(tag)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.05, "minimum": 0, "maximum": 2},
+        {"multipleOf": 1_000_000, "enum": [5, 3_000_000]},
+        {"allOf": [{"multipleOf": 0.001}, {"multipleOf": 1000}], "enum": [1, 2000]},
+        {"type": "object", "minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}},
+        {
+            "type": "object",
+            "properties": {"multipleOf": {"const": 9999991}},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+    ],
+    ids=str,
+)
+def test_multiples_and_counts_of_names_that_work(schema: Any, drawn: Drawn) -> None:
+    for text in drawn("llguidance", "json_schema", json.dumps(schema)):
+        jsonschema.validate(json.loads(text), schema)
 
 
 HOSTILE: list[tuple[GrammarKind, str]] = [

@@ -6,6 +6,7 @@ import pytest
 
 from tests.grammar.conftest import backend, tokenizer
 from tokenmill.grammar import BadGrammar
+from tokenmill.grammar.backends import BACKENDS
 from tokenmill.grammar.gbnf import lark_of
 from tokenmill.messages import Grammar
 
@@ -31,11 +32,15 @@ ws ::= | " " | "\n" [ \t]{0,20}
 """
 
 
-def accepts(grammar: str, text: str) -> bool:
-    matcher = backend("llguidance").compile(Grammar("ebnf", grammar)).new()
+each_backend = pytest.mark.parametrize("name", BACKENDS)
+
+
+def accepts(name: str, grammar: str, text: str) -> bool:
+    matcher = backend(name).compile(Grammar("ebnf", grammar)).new()
     return all(matcher.accept(token) for token in tokenizer().encode(text)) and matcher.is_accepting
 
 
+@each_backend
 @pytest.mark.parametrize(
     ("text", "is_json"),
     [
@@ -46,10 +51,11 @@ def accepts(grammar: str, text: str) -> bool:
         ('{"a" 1}', False),
     ],
 )
-def test_grammar_of_json(text: str, is_json: bool) -> None:
-    assert accepts(JSON, text) is is_json
+def test_grammar_of_json(name: str, text: str, is_json: bool) -> None:
+    assert accepts(name, JSON, text) is is_json
 
 
+@each_backend
 @pytest.mark.parametrize(
     ("grammar", "yes", "no"),
     [
@@ -62,11 +68,22 @@ def test_grammar_of_json(text: str, is_json: bool) -> None:
         ('root ::= ("a" | )\n  "b"\nother ::= "c"', "b", "c"),
         ("root ::= long-name_1\nlong-name_1 ::= [0-9]{3}", "123", "12"),
         ('root ::= "a"{2,} "b"{,1}', "aaab", "ab"),
+        ("root ::= .{2}", "\u00e9a", "a\n"),
+        ('root ::= "a" root "b" | ', "aabb", "aab"),
+        ('root ::= ("yes" | "no" "!"? | [^\\x00-\\x7f])+ # or\n', "no!yes\u00e9", "ye"),
+        (r'root ::= "\n\"\\[]" ["\]\\^-]', '\n"\\[]-', '\n"\\[]a'),
     ],
 )
-def test_signs(grammar: str, yes: str, no: str) -> None:
-    assert accepts(grammar, yes)
-    assert not accepts(grammar, no)
+def test_signs(name: str, grammar: str, yes: str, no: str) -> None:
+    assert accepts(name, grammar, yes)
+    assert not accepts(name, grammar, no)
+
+
+@each_backend
+@pytest.mark.parametrize("grammar", ["root ::= root", 'root ::= a "b"\na ::= a', r'root ::= "\ud800"'])
+def test_grammars_without_an_output(name: str, grammar: str) -> None:
+    with pytest.raises(BadGrammar, match=r"no output can|empty"):
+        backend(name).compile(Grammar("ebnf", grammar))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tokenmill.messages import EngineFacts, Finish, IntArray, Request, TokenMask
 Words = tuple[tuple[int, np.int32], ...]
 
 _FIRST_WORDS = 8
+_NO_FURTHER = "the grammar could not be followed any further"
 
 
 class Guide:
@@ -41,7 +42,7 @@ class Guide:
         if self.has_ended or (token in self.end_ids and self.matcher.is_accepting):
             self.has_ended = True
         elif not self.matcher.accept(token):
-            self.finish = _broken(self.matcher.error or f"token {token} was drawn, which it does not allow")
+            self.finish = self._break(f"token {token} was drawn, which it does not allow")
         return self.finish
 
     @property
@@ -52,8 +53,16 @@ class Guide:
 
     def look(self) -> None:
         """Set `finish` if computing the mask broke the matcher."""
-        if error := self.matcher.error:
-            self.finish = _broken(error)
+        if self.matcher.error:
+            self.finish = self._break()
+
+    def _break(self, reason: str = "") -> Finish:
+        """The end of a request whose matcher broke, for what the library says or else for this reason."""
+        reason = self.matcher.error or reason
+        if not self.matcher.is_too_complex:
+            return _broken(reason)
+        message = f"{_NO_FURTHER}, because it is too complex: {reason}"
+        return Finish("abort", message=message, status_code=400, error_type="bad_grammar")
 
     def get_stuck(self) -> None:
         """Set `finish`: no token is left."""
@@ -76,8 +85,7 @@ class Guide:
 
 
 def _broken(reason: str) -> Finish:
-    message = f"the grammar could not be followed any further: {reason}"
-    return Finish("abort", message=message, status_code=500, error_type="internal")
+    return Finish("abort", message=f"{_NO_FURTHER}: {reason}", status_code=500, error_type="internal")
 
 
 class Grammars:

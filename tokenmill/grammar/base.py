@@ -25,6 +25,11 @@ class Matcher(Protocol):
         """What broke inside; empty while all is well."""
         ...
 
+    @property
+    def is_too_complex(self) -> bool:
+        """Whether a limit of the library broke it, which a simpler grammar would keep."""
+        ...
+
     def accept(self, token: int) -> bool:
         """Go on by a token; False if the grammar does not allow it, and then the matcher is of no use."""
         ...

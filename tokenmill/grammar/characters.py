@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tokenmill.grammar.base import BadGrammar
 
@@ -35,19 +35,36 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def char_class(ranges: Ranges) -> str:
-    """The set as a class; half surrogates are no text and never in it."""
+    """The set as a class of a pattern, or as the character that is its only one."""
+    parts = _texts(ranges)
+    if len(parts) == 1 and parts[0][0] == parts[0][1] and _is_plain(parts[0][0]):
+        return chr(parts[0][0])
+    return _class(parts, lambda code: chr(code) if _is_plain(code) else f"\\u{{{code:x}}}")
+
+
+def wide_class(ranges: Ranges) -> str:
+    """The set as a class whose members are all written with eight digits."""
+    return _class(_texts(ranges), lambda code: f"\\U{code:08x}")
+
+
+def is_text(code: int) -> bool:
+    """Whether it is a character, and not half a surrogate pair."""
+    return not _SURROGATES[0] <= code <= _SURROGATES[1]
+
+
+def _texts(ranges: Ranges) -> Ranges:
+    """Without half surrogates, which are no text; raises `BadGrammar` if nothing is left."""
     lower = [(low, min(high, _SURROGATES[0] - 1)) for low, high in ranges if low < _SURROGATES[0]]
     upper = [(max(low, _SURROGATES[1] + 1), high) for low, high in ranges if high > _SURROGATES[1]]
     parts = merge([*lower, *upper])
     if not parts:
         raise BadGrammar("a class of the pattern is empty, so no output can match it")
-    if len(parts) == 1 and parts[0][0] == parts[0][1] and chr(parts[0][0]).isalnum() and parts[0][0] < 128:
-        return chr(parts[0][0])
-    return (
-        "[" + "".join(_point(low) + (f"-{_point(high)}" if high > low else "") for low, high in parts) + "]"
-    )
+    return parts
 
 
-def _point(code: int) -> str:
-    character = chr(code)
-    return character if code < 128 and character.isalnum() else f"\\u{{{code:x}}}"
+def _class(ranges: Ranges, point: Callable[[int], str]) -> str:
+    return "[" + "".join(point(low) + (f"-{point(high)}" if high > low else "") for low, high in ranges) + "]"
+
+
+def _is_plain(code: int) -> bool:
+    return code < 128 and chr(code).isalnum()

@@ -1,4 +1,4 @@
-"""Grammars in GBNF (`root ::= "a" digit*`), read here and written as Lark for llguidance.
+"""Grammars in GBNF (`root ::= "a" digit*`), read here; written as Lark for llguidance, as EBNF for xgrammar.
 
 llguidance has a lexer, which takes the longest match whatever the parser would need next. So a grammar
 without recursion is written as one pattern, any other one character by character: both mean what GBNF means.
@@ -7,10 +7,11 @@ without recursion is written as one pattern, any other one character by characte
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill.grammar.base import BadGrammar
-from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
+from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, is_text, merge, wide_class
 
 # Longer patterns are written rule by rule instead; a chain of rules can double with every link.
 _MAX_PATTERN = 50_000
@@ -69,6 +70,15 @@ Expression = Characters | Reference | Sequence | Choice | Repetition
 
 def lark_of(text: str) -> str:
     """The grammar in llguidance's Lark. Raises `BadGrammar` with the line of a mistake."""
+    return _rewritten(text, _write_lark)
+
+
+def ebnf_of(text: str) -> str:
+    """The grammar in the part of GBNF that xgrammar knows. Raises `BadGrammar` with the line of a mistake."""
+    return _rewritten(text, _write_ebnf)
+
+
+def _rewritten(text: str, write: Callable[[dict[str, Expression]], str]) -> str:
     try:
         rules = _Reader(text).rules()
         _check_references(rules)
@@ -77,8 +87,7 @@ def lark_of(text: str) -> str:
                 f"it has {size:,} parts with its repetitions written out, the limit is {_MAX_SIZE:,}; use "
                 "smaller counts, * or +"
             )
-        pattern = _Pattern(rules).write()
-        return f"start: /{pattern}/" if pattern is not None else _write_rules(rules)
+        return write(rules)
     except RecursionError:
         raise BadGrammar(
             "it is nested too deeply; use fewer parentheses or shorter chains of rules"
@@ -304,21 +313,55 @@ def _count(low: int, high: int | None) -> str:
     )
 
 
-def _write_rules(rules: dict[str, Expression]) -> str:
+def _write_lark(rules: dict[str, Expression]) -> str:
+    pattern = _Pattern(rules).write()
+    if pattern is not None:
+        return f"start: /{pattern}/"
     names = {name: f"rule_{index}" for index, name in enumerate(rules)}
-    lines = [f"{names[name]}: {_lark(rule, names)}" for name, rule in rules.items()]
+    writer = _Rules(names, lambda ranges: f"/{char_class(ranges)}/", has_literals=False)
+    lines = [f"{names[name]}: {writer.write(rule)}" for name, rule in rules.items()]
     return "\n".join([f"start: {names['root']}", *lines])
 
 
-def _lark(expression: Expression, names: dict[str, str]) -> str:
-    match expression:
-        case Characters(ranges):
-            return f"/{char_class(ranges)}/"
-        case Reference(name):
-            return names[name]
-        case Sequence(parts):
-            return " ".join(f"({_lark(part, names)})" for part in parts) if parts else '""'
-        case Choice(options):
-            return " | ".join(f"({_lark(option, names)})" for option in options)
-        case Repetition(body, low, high):
-            return f"({_lark(body, names)}){_count(low, high)}"
+def _write_ebnf(rules: dict[str, Expression]) -> str:
+    names = {name: "root" if name == "root" else f"rule_{index}" for index, name in enumerate(rules)}
+    writer = _Rules(names, wide_class, has_literals=True)
+    return "\n".join(f"{names[name]} ::= {writer.write(rule)}" for name, rule in rules.items())
+
+
+class _Rules:
+    """Writes rule by rule, with new names, character by character or with literals in one piece."""
+
+    def __init__(
+        self, names: dict[str, str], characters: Callable[[Ranges], str], *, has_literals: bool
+    ) -> None:
+        self._names = names
+        self._characters = characters
+        self._has_literals = has_literals
+
+    def write(self, expression: Expression) -> str:
+        match expression:
+            case Characters(ranges):
+                return self._characters(ranges)
+            case Reference(name):
+                return self._names[name]
+            case Sequence(parts) if self._has_literals and (codes := _literal(parts)):
+                return '"' + "".join(f"\\U{code:08x}" for code in codes) + '"'
+            case Sequence(parts):
+                return " ".join(f"({self.write(part)})" for part in parts) if parts else '""'
+            case Choice(options):
+                return " | ".join(map(self.write, options))
+            case Repetition(body, low, high):
+                return f"({self.write(body)}){_count(low, high)}"
+
+
+def _literal(parts: list[Expression]) -> list[int]:
+    """The characters of a literal; empty if the parts are anything else."""
+    codes: list[int] = []
+    for part in parts:
+        match part:
+            case Characters([(low, high)]) if low == high and is_text(low):
+                codes.append(low)
+            case _:
+                return []
+    return codes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.llguidance_schemas import check_schema
 from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.schemas import read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import read_vocabulary
 from tokenmill.messages import Grammar, IntArray
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 # Room for large schemas; what needs more is hostile or hopeless.
 _MAX_LEXER_STATES = 50_000
+_MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be left out
+# How its messages name these limits; its reasons to stop do not tell them from other failures.
+_LIMITS = re.compile("too many states|items; max is|fuel exhausted|TooComplex")
 # Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
 # a mask takes longer than this, or there are several locks.
 _SLOW_SECONDS = 2e-4
@@ -54,6 +60,11 @@ class LlguidanceMatcher:
     def error(self) -> str:
         """See `Matcher`."""
         return _reason(self.inner) if self.inner.is_error() else ""
+
+    @property
+    def is_too_complex(self) -> bool:
+        """See `Matcher`."""
+        return _LIMITS.search(self.error) is not None
 
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
@@ -118,7 +129,7 @@ class LlguidanceBackend:
         )
 
     def _matcher(self, source: str) -> LLMatcher:
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ITEMS_IN_ROW)
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
@@ -147,9 +158,8 @@ class LlguidanceBackend:
                 return self._tags(grammar.text)
 
     def _json(self, text: str) -> str:
-        schema = {"anyOf": [{}]} if text == "true" else json.loads(text)
-        if schema is False:
-            raise BadGrammar("the schema `false` allows no output")
+        schema = {"anyOf": [{}]} if text == "true" else read_schema(text)
+        check_schema(schema)
         try:
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options))
         except ValueError as error:
@@ -158,6 +168,7 @@ class LlguidanceBackend:
     def _tags(self, text: str) -> str:
         """Free text up to a trigger, then one of the tags that begin with it, and so on."""
         tags = read_legacy(text)
+        check_schema([tag.schema for tag in tags])
         rules = [
             "%llguidance {}",
             f"start: ({' | '.join(f'tag{index}' for index in range(len(tags)))})* TEXT",

@@ -7,7 +7,7 @@ repetitions. Classes are computed by Python itself, so that `re.fullmatch` agree
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
@@ -25,6 +25,7 @@ _REFUSED = {
     _constants.POSSESSIVE_REPEAT: "possessive repetitions",
     _constants.ATOMIC_GROUP: "atomic groups",
 }
+_REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 _STARTS = (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
 _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
 
@@ -33,6 +34,24 @@ def translate(pattern: str) -> str:
     """The pattern in those signs. Raises `BadGrammar` for what has no such form."""
     tree = _parser.parse(pattern)
     return _sequence(tree, tree.state.flags, first=True, last=True)
+
+
+def literals(pattern: str) -> list[int]:
+    """The characters that a pattern names one by one as what an output may have there."""
+    return list(_literals(_parser.parse(pattern)))
+
+
+def _literals(tree: Any) -> Iterator[int]:
+    for operation, argument in tree:
+        if operation is _constants.LITERAL:
+            yield argument
+        elif operation is _constants.IN and argument[0][0] is not _constants.NEGATE:
+            yield from _literals(argument)
+        elif operation is _constants.BRANCH:
+            for each in argument[1]:
+                yield from _literals(each)
+        elif operation is _constants.SUBPATTERN or operation in _REPEATS:
+            yield from _literals(argument[-1])
 
 
 def _sequence(tree: Any, flags: int, *, first: bool, last: bool) -> str:
@@ -62,11 +81,11 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
     if operation is _constants.SUBPATTERN:
         _, added, removed, body = argument
         return _group(_sequence(body, (flags | added) & ~removed, first=first, last=last))
-    if operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+    if operation in _REPEATS:
         low, high, body = argument
         once = high == 1
         inside = _sequence(body, flags, first=first and once, last=last and once)
-        is_one = len(body) == 1 and body[0][0] not in (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+        is_one = len(body) == 1 and body[0][0] not in _REPEATS
         return (inside if is_one and inside else _group(inside)) + _count(low, high)
     return char_class(_characters(operation, argument, flags))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.schemas import leave_out_idle, read_json
 
 # Most white space between two parts of a JSON text; deep nesting with wide indents fits.
 MAX_WHITESPACE = 32
@@ -24,7 +24,7 @@ class Tag:
 
 def read_legacy(text: str) -> list[Tag]:
     """The tags of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. Raises `BadGrammar`."""
-    document = json.loads(text)
+    document = read_json(text)
     if "structures" not in document:
         raise BadGrammar(
             "llguidance follows tags of the form {'structures': [...], 'triggers': [...]}; for 'format' use "
@@ -46,7 +46,9 @@ def _read_tag(index: int, structure: Any, triggers: list[str]) -> Tag:
         raise BadGrammar(
             f"structures[{index}] must have texts as 'begin' and 'end' and a JSON schema as 'schema'"
         )
-    trigger = next((each for each in triggers if begin.startswith(each)), None)
+    # The shortest is complete first in the text, and then nothing but a tag may follow.
+    trigger = min((each for each in triggers if begin.startswith(each)), key=len, default=None)
     if trigger is None:
         raise BadGrammar(f"structures[{index}] begins with {begin!r}, which no trigger opens")
+    leave_out_idle(schema)
     return Tag(trigger, begin, schema, end)

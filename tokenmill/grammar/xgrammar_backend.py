@@ -12,63 +12,19 @@ import xgrammar
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
+from tokenmill.grammar.gbnf import ebnf_of
 from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.schemas import leave_out_idle, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import load_tokenizer
+from tokenmill.grammar.xgrammar_schemas import check_schema
 from tokenmill.messages import Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
 _FEW = 16
 _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
-# The library passes over keywords of a schema that it does not know; outputs would break the schema.
-_ENFORCED = (
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "prefixItems",
-    "minItems",
-    "maxItems",
-    "enum",
-    "const",
-    "anyOf",
-    "$ref",
-    "$defs",
-    "definitions",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
-)
-# These say nothing about a value.
-_NOTES = (
-    "$schema",
-    "$id",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-)
-_FORMATS = frozenset(
-    ["email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"]
-)
-# Counts are written out; larger ones keep the library busy for ever.
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
-_MAX_COUNT = 10_000
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
-# Keywords whose value maps names of the user to schemas, holds schemas, or holds no schema at all.
-_NAMED = ("properties", "$defs", "definitions")
-_VALUES = ("enum", "const", "default", "examples", "required", "type")
 
 
 class XgrammarMatcher:
@@ -78,6 +34,7 @@ class XgrammarMatcher:
         self.inner = matcher
         self.known = known
         self.error = ""
+        self.is_too_complex = False  # its limits are those of compiling
 
     @property
     def is_accepting(self) -> bool:
@@ -135,7 +92,13 @@ class XgrammarBackend:
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
         """See `Backend`."""
         has_json = grammar.kind in ("json_schema", "structural_tag")
-        return XgrammarTemplate(self._compiled(grammar), self._plain_texts if has_json else self._texts)
+        template = XgrammarTemplate(self._compiled(grammar), self._plain_texts if has_json else self._texts)
+        matcher = template.new()
+        first: IntArray = np.zeros(self.num_words, dtype=np.int32)
+        matcher.fill_mask(first)
+        if matcher.error or not (first.any() or matcher.is_accepting):
+            raise BadGrammar(matcher.error or "no output can follow it")
+        return template
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
         """See `Backend`."""
@@ -156,26 +119,29 @@ class XgrammarBackend:
     def _compiled(self, grammar: Grammar) -> Any:
         match grammar.kind:
             case "json_schema":
-                return self._json(json.loads(grammar.text))
+                return self._json(read_schema(grammar.text))
             case "regex":
                 return self._compiler.compile_regex(translate(grammar.text))
             case "ebnf":
-                return self._compiler.compile_grammar(grammar.text)
+                return self._compiler.compile_grammar(ebnf_of(grammar.text))
             case "structural_tag":
-                return self._compiler.compile_structural_tag(_new_form(grammar.text))
+                return self._tag(_new_form(grammar.text))
 
     def _json(self, schema: Any) -> Any:
-        if schema is False:
-            raise BadGrammar("the schema `false` allows no output")
         schema = {} if schema is True else schema
-        for problem in _unknown(schema):
-            raise BadGrammar(f"xgrammar cannot follow {problem}; leave it out, or use llguidance")
+        check_schema(schema)
         return self._compiler.compile_json_schema(
             json.dumps(schema),
             any_whitespace=self._any_whitespace,
             separators=None if self._any_whitespace else (",", ":"),
             max_whitespace_cnt=MAX_WHITESPACE if self._any_whitespace else None,
         )
+
+    def _tag(self, document: Any) -> Any:
+        for schema in _schemas_of(document):
+            leave_out_idle(schema)
+            check_schema(schema)
+        return self._compiler.compile_structural_tag(json.dumps(document))
 
 
 def _text_tokens(tokenizer: Any, num_words: int) -> IntArray:
@@ -197,33 +163,12 @@ def _control_tokens(vocabulary: Any, num_words: int) -> IntArray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _unknown(schema: Any) -> Iterator[str]:
-    """Keywords of a schema that would be passed over."""
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _unknown(item)
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if key not in _ENFORCED and key not in _NOTES:
-            yield f"the keyword {key!r} of a schema"
-        elif key == "format" and value not in _FORMATS:
-            yield f"the format {value!r}"
-        elif key == "pattern" and ("minLength" in schema or "maxLength" in schema):
-            yield "'pattern' together with a length"
-        elif key in _COUNTS and isinstance(value, int) and value > _MAX_COUNT:
-            yield f"a {key} above {_MAX_COUNT:,}"
-        elif key in _NAMED and isinstance(value, dict):
-            yield from _unknown(list(value.values()))
-        elif key not in _VALUES:
-            yield from _unknown(value)
-
-
-def _new_form(text: str) -> str:
+def _new_form(text: str) -> Any:
     """The tag in the library's own form; SGLang's first form is one of its kinds."""
-    document = json.loads(text)
+    document = read_json(text)
     if "structures" not in document:
-        return text
+        return document
+    structures = read_legacy(text)
     tags = [
         {
             "type": "tag",
@@ -231,7 +176,18 @@ def _new_form(text: str) -> str:
             "content": {"type": "json_schema", "json_schema": tag.schema},
             "end": tag.end,
         }
-        for tag in read_legacy(text)
+        for tag in structures
     ]
-    form = {"type": "triggered_tags", "triggers": document["triggers"], "tags": tags}
-    return json.dumps({"type": "structural_tag", "format": form})
+    # The library wants each tag to have one of them.
+    triggers = sorted({tag.trigger for tag in structures})
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return {"type": "structural_tag", "format": form}
+
+
+def _schemas_of(document: Any) -> Iterator[Any]:
+    """The JSON schemas within a tag."""
+    if isinstance(document, dict) and "json_schema" in document:
+        yield document["json_schema"]
+    elif isinstance(document, dict | list):
+        for part in document.values() if isinstance(document, dict) else document:
+            yield from _schemas_of(part)

@@ -27,8 +27,8 @@ from tokenmill.sampling import sample
 _log = logging.getLogger("tokenmill")
 
 # Capturing a step costs about as much as launching it kernel by kernel. Long ones are captured at once, short
-# ones, which may be the only request of somebody, when they come again; where a larger graph serves meanwhile,
-# only after so many steps.
+# ones, which may be the only request of somebody, when they come again; where a larger graph serves
+# meanwhile, only after so many steps.
 _STEPS_BEFORE_CAPTURE = 1
 _PADDED_STEPS_BEFORE_CAPTURE = 5
 # A graph holds some memory of the device; those of the first shapes stay.

@@ -1,0 +1,56 @@
+"""What llguidance would get wrong in a JSON schema, or never be done with; it is refused before."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any
+
+from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.schemas import subschemas
+
+# The library counts through as many remainders, wherever values of `multipleOf` meet.
+_MAX_MULTIPLE = 100_000
+
+
+def check_schema(schema: Any) -> None:
+    """Raise `BadGrammar` for what it would get wrong in a schema, or in a list of them."""
+    objects = list(subschemas(schema))
+    _check_multiples([each["multipleOf"] for each in objects if _is_number(each.get("multipleOf"))])
+    for each in objects:
+        _check_names(each)
+
+
+def _check_multiples(values: list[int | float]) -> None:
+    """Memory and time without bound; powers of ten cost nothing."""
+    numbers = [abs(Decimal(str(value))) for value in values if value and math.isfinite(value)]
+    if not numbers:
+        return
+    scale = max(0, *(-int(number.as_tuple().exponent) for number in numbers))
+    common = 1
+    for number in numbers:
+        common = math.lcm(common, int(number.scaleb(scale)))
+        if common > _MAX_MULTIPLE and str(common).rstrip("0") != "1":
+            raise BadGrammar(
+                f"the values of 'multipleOf' have a least common multiple above {_MAX_MULTIPLE:,} (in units "
+                "of their last decimal); use smaller ones, fewer ones, or powers of ten"
+            )
+
+
+def _check_names(schema: dict[str, Any]) -> None:
+    """The library counts a name twice that an object has twice; names of `properties` come once."""
+    least: Any = schema.get("minProperties")
+    if not _is_number(least) or least <= 1:
+        return
+    required: Any = schema.get("required")
+    properties: Any = schema.get("properties")
+    has_both = isinstance(required, list) and isinstance(properties, dict)
+    if not has_both or sum(name in required for name in properties) < least:
+        raise BadGrammar(
+            f"minProperties={least} cannot be enforced, because the output may have one name twice; have "
+            f"{least} names in both 'required' and 'properties', or set it to 1"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
