@@ -40,8 +40,8 @@ def kept_byte_code(package: str) -> Iterator[None]:
     Only where `package` came without byte code and Python would not write any (`python -B`,
     PYTHONDONTWRITEBYTECODE, as in many containers): then it goes to our folder, not beside the sources.
     """
-    folder = cache_folder()
-    if folder is None or not (sys.dont_write_bytecode and _lacks_byte_code(package)):
+    is_lost = sys.dont_write_bytecode and _lacks_byte_code(package)
+    if not is_lost or (folder := cache_folder()) is None:
         yield
         return
     before = sys.dont_write_bytecode, sys.pycache_prefix
