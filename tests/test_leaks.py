@@ -15,11 +15,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # The same with 100 engines is a matter of a minute or two; what leaks shows with a few as well.
 PROGRAM = """
-import ctypes, gc, json, os, sys, threading, weakref
+import ctypes, gc, json, os, sys, threading, time, weakref
 from pathlib import Path
 import tokenmill as sgl
 
 def used():
+    time.sleep(0.3)  # a thread that has ended lets go of its arguments only when it gets the interpreter
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     me = Path("/proc/self")

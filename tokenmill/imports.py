@@ -25,9 +25,12 @@ def quick_imports(*, for_gpu: bool) -> Iterator[None]:
     if for_gpu:
         thread.start()
     try:
-        with uncollected(), kept_byte_code("torch"):  # a tenth of the time would go to the collector
+        if "torch" in sys.modules:
             yield
-            make_old()
+        else:
+            with uncollected(), kept_byte_code("torch"):  # a tenth of the time would go to the collector
+                yield
+                make_old()
     finally:
         if for_gpu:
             thread.join()
