@@ -1,4 +1,4 @@
-"""A summary with everything in it, and a browser to look at what is made of it."""
+"""Jobs in a folder of their own; a summary with everything in it, and a browser for its page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.batch.row_files import SHORT, Rows, write
+from tokenmill import Engine, batch
 from tokenmill.batch.figures import Figures
 
 # What the browser would ask the network for by itself is switched off.
@@ -24,6 +26,20 @@ _FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
 )
+
+
+@pytest.fixture
+def do(tmp_path: Path, tiny_engine: Engine) -> Callable[..., dict[str, Any]]:
+    """Runs a job on `in.jsonl`, made of `rows` if they are given, with the shared engine."""
+
+    def run(rows: Rows | None = None, output: Any = "out.jsonl", **arguments: Any) -> dict[str, Any]:
+        source = tmp_path / "in.jsonl"
+        if rows is not None:
+            write(source, rows)
+        place = tmp_path / output if isinstance(output, str) and output else output
+        return batch.run(source, place, engine=tiny_engine, **{"sampling_params": SHORT, **arguments})
+
+    return run
 
 
 class Clock:

@@ -16,44 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.batch.row_files import SHORT, Rows, capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.line_file import LineFile
 from tokenmill.cli import main
 
 pytestmark = pytest.mark.cpu
-
-Rows = list[dict[str, Any]]
-SHORT = {"max_new_tokens": 6}
-
-
-def write(path: Path, rows: Rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path: Path) -> Rows:
-    text = path.read_text()
-    assert text.endswith("\n") or not text
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def capitals(count: int, **more: Any) -> Rows:
-    return [{"id": i, "prompt": f"The capital of country {i} is", **more} for i in range(count)]
-
-
-@pytest.fixture
-def do(tmp_path: Path, tiny_engine: Engine) -> Callable[..., dict[str, Any]]:
-    """Runs a job on `in.jsonl`, made of `rows` if they are given, with the shared engine."""
-
-    def run(rows: Rows | None = None, output: str = "out.jsonl", **arguments: Any) -> dict[str, Any]:
-        source = tmp_path / "in.jsonl"
-        if rows is not None:
-            write(source, rows)
-        given = {"sampling_params": SHORT, **arguments}
-        return batch.run(source, tmp_path / output, engine=tiny_engine, **given)
-
-    return run
 
 
 @pytest.fixture

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.batch.row_files import capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, WrongType, batch
 from tokenmill.batch import job
 from tokenmill.batch.work import Work
 
 pytestmark = pytest.mark.cpu
 
-Rows = list[dict[str, Any]]
 GREEDY = {"temperature": 0, "max_new_tokens": 2}
 
 
-def write(path: Path, rows: Rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def prompts(count: int) -> Rows:
-    return [{"id": i, "prompt": f"The capital of country {i} is"} for i in range(count)]
-
-
 @pytest.fixture
-def do(tmp_path: Path, tiny_engine: Engine) -> Callable[..., dict[str, Any]]:
-    """Runs a job on `in.jsonl`, made of `rows` if they are given, with the shared engine."""
-
-    def run(rows: Rows | None = None, output: Any = "out.jsonl", **arguments: Any) -> dict[str, Any]:
-        source = tmp_path / "in.jsonl"
-        if rows is not None:
-            write(source, rows)
-        place = tmp_path / output if isinstance(output, str) and output else output
-        return batch.run(source, place, engine=tiny_engine, **{"sampling_params": GREEDY, **arguments})
-
-    return run
+def do(do: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """As for all tests of jobs, but greedy."""
+    return partial(do, sampling_params=GREEDY)
 
 
 # ── paths ─────────────────────────────────────────────────────────────────────────────────────
@@ -72,7 +51,7 @@ def test_outputs_that_no_file_can_be_are_told_before_any_work(
 ) -> None:
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(InvalidArgument) as raised:
-        do(prompts(1), output)
+        do(capitals(1), output)
     assert told in str(raised.value)
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "circle"}
 
@@ -80,16 +59,16 @@ def test_outputs_that_no_file_can_be_are_told_before_any_work(
 @pytest.mark.parametrize("name", ["journal", "report"])
 def test_other_paths_are_looked_at_as_well(do: Callable[..., Any], name: str) -> None:
     with pytest.raises(WrongType, match=f"{name} must be the path of a file, got 5"):
-        do(prompts(1), **{name: 5})
+        do(capitals(1), **{name: 5})
     with pytest.raises(InvalidArgument, match=name):
-        do(prompts(1), **{name: "x" * 300})
+        do(capitals(1), **{name: "x" * 300})
 
 
 def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     link = tmp_path / "out.jsonl"
     link.symlink_to("real/answers.jsonl")
-    do(prompts(3))
+    do(capitals(3))
     assert do()["rows"]["replayed"] == 3
     assert link.is_symlink()
     assert len(read(tmp_path / "real" / "answers.jsonl")) == 3
@@ -123,7 +102,7 @@ def test_arguments_of_the_wrong_type_are_told_before_any_work(
     do: Callable[..., Any], tmp_path: Path, arguments: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        do(prompts(1), **arguments)
+        do(capitals(1), **arguments)
     assert told in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -157,7 +136,7 @@ def test_what_answers_in_the_shape_of_openai_cannot_hold_is_refused(
 def test_a_journal_that_lost_its_first_record_lets_the_job_go_on(
     do: Callable[..., Any], tmp_path: Path, damage: str
 ) -> None:
-    do(prompts(4))
+    do(capitals(4))
     journal, output = tmp_path / "out.jsonl.journal", tmp_path / "out.jsonl"
     data, before = journal.read_bytes(), output.read_bytes()
     cases = {
@@ -190,14 +169,14 @@ def test_an_input_that_changes_meanwhile_stops_the_job(
             case "replaced":
                 write(source, [{"prompt": "something else"}] * 3)
             case _:
-                write(source, prompts(4 if change == "appended" else 2))
+                write(source, capitals(4 if change == "appended" else 2))
 
     monkeypatch.setattr(Work, "run", run)
     with pytest.raises(JobStopped, match="the input changed while the job ran"):
-        do(prompts(3), output)
+        do(capitals(3), output)
     assert not (tmp_path / output).exists()
     monkeypatch.setattr(Work, "run", plain)
-    assert do(prompts(3), output)["rows"]["replayed"] == 3
+    assert do(capitals(3), output)["rows"]["replayed"] == 3
 
 
 @pytest.mark.parametrize("full", ["report", "plan"])
@@ -208,7 +187,7 @@ def test_a_job_is_done_though_its_report_or_plan_has_no_room(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(job, f"write_{full}" if full == "report" else f"save_{full}", write_nothing)
-    source = write(tmp_path / "in.jsonl", prompts(2))
+    source = write(tmp_path / "in.jsonl", capitals(2))
     made = job.BatchJob(source, engine=tiny_engine, sampling_params=GREEDY, report=tmp_path / "report.html")
     act = made.run if full == "report" else made.plan
     with pytest.warns(UserWarning, match="cannot be written: No space left on device"):
@@ -245,7 +224,7 @@ def test_rows_alike_share_a_fault_of_what_they_ask_for(do: Callable[..., Any], t
 
 
 def test_replaced_weights_replay_nothing_of_the_old_ones(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", prompts(2))
+    source = write(tmp_path / "in.jsonl", capitals(2))
     with Engine(model_path="tiny") as engine:
 
         def replayed() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from tokenmill.batch.figures import Figures, Snapshot
+from tokenmill.frontend.progress import standard_error
 
 _log = logging.getLogger("tokenmill")
 
@@ -44,7 +44,7 @@ class Progress:
         True: a live line in any case; False: nothing. `look` is called before each look at the figures; it
         may bring them up to date.
         """
-        stream = stream or _standard_error()
+        stream = stream or standard_error()
         self._figures = figures
         self._look = look
         self._recent: deque[Snapshot] = deque()
@@ -166,11 +166,6 @@ class _Line:
         self._stream.write(f"\r{line.ljust(self._length)}{end}")
         self._stream.flush()
         self._length = len(line)
-
-
-def _standard_error() -> TextIO | None:
-    """None where it is closed, as for a service without a terminal."""
-    return None if getattr(sys.stderr, "closed", True) else sys.stderr
 
 
 def _width_of(stream: TextIO) -> int:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 # A progress bar appears only after this long.
 _QUIET_SECONDS = 2.0
@@ -27,8 +27,14 @@ Report = Callable[[list[Advance]], None]
 
 def open_progress(num_rows: int, *, wanted: bool | None) -> contextlib.AbstractContextManager[Report]:
     """Takes reports until the block ends. `wanted` None: there is a bar if somebody can see it."""
-    shown = sys.stderr.isatty() if wanted is None else wanted
+    stream = standard_error()
+    shown = stream is not None and (stream.isatty() if wanted is None else wanted)
     return _bar(num_rows) if shown else contextlib.nullcontext(_no_report)
+
+
+def standard_error() -> TextIO | None:
+    """None where it is closed, as for a service without a terminal."""
+    return None if getattr(sys.stderr, "closed", True) else sys.stderr
 
 
 def _no_report(advanced: list[Advance]) -> None:

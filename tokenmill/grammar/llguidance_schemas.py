@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
-from tokenmill.grammar.schemas import subschemas
+from tokenmill.grammar.schemas import is_number, subschemas
 
 # The library counts through as many remainders, wherever values of `multipleOf` meet.
 _MAX_MULTIPLE = 100_000
@@ -16,7 +16,7 @@ _MAX_MULTIPLE = 100_000
 def check_schema(schema: Any) -> None:
     """Raise `BadGrammar` for what it would get wrong in a schema, or in a list of them."""
     objects = list(subschemas(schema))
-    _check_multiples([each["multipleOf"] for each in objects if _is_number(each.get("multipleOf"))])
+    _check_multiples([each["multipleOf"] for each in objects if is_number(each.get("multipleOf"))])
     for each in objects:
         _check_names(each)
 
@@ -40,7 +40,7 @@ def _check_multiples(values: list[int | float]) -> None:
 def _check_names(schema: dict[str, Any]) -> None:
     """The library counts a name twice that an object has twice; names of `properties` come once."""
     least: Any = schema.get("minProperties")
-    if not _is_number(least) or least <= 1:
+    if not is_number(least) or least <= 1:
         return
     required: Any = schema.get("required")
     properties: Any = schema.get("properties")
@@ -50,7 +50,3 @@ def _check_names(schema: dict[str, Any]) -> None:
             f"minProperties={least} cannot be enforced, because the output may have one name twice; have "
             f"{least} names in both 'required' and 'properties', or set it to 1"
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -62,3 +62,8 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             yield from subschemas(list(value.values()))
         elif key not in _VALUES:
             yield from subschemas(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether JSON calls it a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

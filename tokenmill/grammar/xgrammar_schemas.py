@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.patterns import literals, translate
-from tokenmill.grammar.schemas import subschemas
+from tokenmill.grammar.schemas import is_number, subschemas
 
 # These say nothing about a value.
 _NOTES = {
@@ -61,8 +61,8 @@ _ESCAPES = re.compile(r"\\[AZUN0]")
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
-    "integer": lambda value: _is_number(value) and value == value // 1,
-    "number": lambda value: _is_number(value),
+    "integer": lambda value: is_number(value) and value == value // 1,
+    "number": is_number,
     "string": lambda value: isinstance(value, str),
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
@@ -161,7 +161,3 @@ def _has_type(value: Any, names: Any) -> bool:
     return any(
         name in _TYPES and _TYPES[name](value) for name in ([names] if isinstance(names, str) else names)
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

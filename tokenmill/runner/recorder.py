@@ -106,7 +106,7 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             if not self._used:
                 self._take_workspaces()
-            self._used = True
+                self._used = True
             try:
                 graph, made = self._capture(step)
             except torch.OutOfMemoryError:
@@ -121,12 +121,13 @@ class Recorder:
         return Graph(graph, made, seconds)
 
     def _take_workspaces(self) -> None:
-        """Let cuBLAS have what it wants for a stream, which must not come from the memory of a graph."""
+        """Let cuBLAS, and its other half for products with a bias, have what each wants for a stream.
+
+        It must not come from the memory of a graph.
+        """
         square = torch.zeros((16, 16), dtype=torch.bfloat16, device=self._device)
         torch.mm(square, square)
-        torch.addmm(
-            square[0], square, square
-        )  # with a bias it is another library with a workspace of its own
+        torch.addmm(square[0], square, square)
 
     def _capture(self, step: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
         """The step as a graph, and what it will make. Nothing runs."""
