@@ -74,6 +74,9 @@ class EngineConfig:
     disable_radix_cache: bool = _arg(False, "do not reuse keys and values of shared prefixes")
     steps_in_flight: int | None = _arg(None, "steps launched before the first is read (depth)")
 
+    enable_deterministic_inference: bool = _arg(
+        False, "equal bits for a request whatever is computed beside or was computed before it; slower"
+    )
     disable_cuda_graph: bool = _arg(False, "launch every kernel of a decode step by itself")
     watchdog_timeout: float | None = _arg(
         300.0, "seconds of running time without a step after which the engine counts as stalled; 0: never"

@@ -51,8 +51,6 @@ IGNORED: dict[str, dict[str, object]] = {
         radix_eviction_policy="lru", retraction_policy="length", hybrid_kvcache_ratio=None,
         swa_full_tokens_ratio=0.8, disable_hybrid_swa_memory=False, prefill_only_disable_kv_cache=False,
         sleep_on_idle=False),
-    "seeds are always honoured, but equal bits in every batch are not promised yet": dict(
-        enable_deterministic_inference=False),
     "no switch is needed; a request that uses the feature says whether it is there": dict(
         enable_custom_logit_processor=False, enable_return_hidden_states=False,
         return_hidden_states_mode=None, enable_return_routed_experts=False, enable_streaming_session=False,

@@ -11,10 +11,14 @@ import torch
 from tokenmill.attention.base import AttentionSpec, Backend
 from tokenmill.kernels import native
 
+Caches = Sequence[torch.Tensor]
 BACKENDS = {
     "native": "tokenmill.attention.native_backend:NativeBackend",
     "torch": "tokenmill.attention.torch_backend:TorchBackend",
     "triton": "tokenmill.attention.triton_backend:TritonBackend",
+    # A token has the same bits whatever else a step holds.
+    "invariant native": "tokenmill.attention.native_backend:InvariantNativeBackend",
+    "invariant triton": "tokenmill.attention.invariant_backend:InvariantBackend",
 }
 
 
@@ -26,15 +30,10 @@ def best_backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def create_backend(
-    name: str,
-    specs: Sequence[AttentionSpec],
-    key_caches: Sequence[torch.Tensor],
-    value_caches: Sequence[torch.Tensor],
-    page_size: int,
+    name: str, specs: Sequence[AttentionSpec], key_caches: Caches, value_caches: Caches, page_size: int
 ) -> Backend:
     """The backend called `name` (a key of `BACKENDS`), over one spec and one pair of caches per layer."""
     module_name, class_name = BACKENDS[name].split(":")
-    backend: Backend = getattr(import_module(module_name), class_name)(
-        specs, key_caches, value_caches, page_size
-    )
+    make = getattr(import_module(module_name), class_name)
+    backend: Backend = make(specs, key_caches, value_caches, page_size)
     return backend

@@ -39,6 +39,8 @@ class _Queries:
 class NativeBackend:
     """See `base.Backend`. Keys and values of a layer have equal strides; float32 or bfloat16."""
 
+    _all_are_short = False  # whether every prompt is attended to query by query
+
     def __init__(
         self,
         specs: Sequence[AttentionSpec],
@@ -63,7 +65,8 @@ class NativeBackend:
         short = [
             row
             for row in rows
-            if layout.host_lengths[row] <= SHORT_ROW
+            if self._all_are_short
+            or layout.host_lengths[row] <= SHORT_ROW
             or layout.host_query_lengths[row] * layout.host_lengths[row] <= SHORT_PAIRS
         ]
         self._layout = layout
@@ -103,6 +106,12 @@ class NativeBackend:
         num_kv_heads = self._specs[layer].num_kv_heads
         out_THD = self.run(*heads_of_product(product_TSD, rotation, norms, num_kv_heads), layer)
         return out_THD if needed_N is None else out_THD[needed_N]
+
+
+class InvariantNativeBackend(NativeBackend):
+    """One that gives a token the same bits whatever else a step holds; long prompts take longer."""
+
+    _all_are_short = True
 
 
 def _queries(layout: StepLayout, group: int, short_rows: list[int]) -> list[_Queries]:

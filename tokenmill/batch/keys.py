@@ -31,6 +31,7 @@ CHANGING_ARGUMENTS = (
     "skip_tokenizer_init",
     "load_format",
     "dtype",
+    "enable_deterministic_inference",
     "json_model_override_args",
     "weight_version",
     "logprobs_ignore_temperature",

@@ -1,4 +1,5 @@
-"""Whether launches are recorded to be replayed. Then it does not matter what a launch costs the host."""
+"""What kernels are chosen by, beside their operands: whether launches are recorded to be replayed, when
+it does not matter what one costs the host; whether rows must get the same bits beside any others."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _REPLAYED = ContextVar("replayed", default=False)
+_INVARIANT = ContextVar("invariant", default=False)
 
 
 @contextmanager
@@ -22,3 +24,18 @@ def replayed() -> Iterator[None]:
 def are_replayed() -> bool:
     """Whether kernels that are slow to launch, but quick, are the better choice."""
     return _REPLAYED.get()
+
+
+@contextmanager
+def invariant(wanted: bool = True) -> Iterator[None]:
+    """What is computed inside, on this thread, is summed in an order that no other row has a say in."""
+    before = _INVARIANT.set(wanted)
+    try:
+        yield
+    finally:
+        _INVARIANT.reset(before)
+
+
+def is_invariant() -> bool:
+    """Whether rows must be computed as if each were alone; ways that are only quick are shut."""
+    return _INVARIANT.get()

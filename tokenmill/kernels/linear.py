@@ -1,17 +1,20 @@
 """Products with weights, alone or between a norm and an activation: torch reference and choice of kernel.
 
 One or two rows are multiplied by kernels that stream the weights, some hundred rows and a small weight, in
-graphs for Hopper GPUs, by our own tiles, all others by torch (cuBLAS). Owns no weights.
+graphs for Hopper GPUs, by our own tiles, all others by torch (cuBLAS). Where a row must get the same bits
+beside all others, one kernel or blocks of one size serve any number of rows. Owns no weights.
 Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
-from tokenmill.kernels.launching import are_replayed
+from tokenmill.kernels.launching import are_replayed, is_invariant
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import Norm
 
@@ -20,6 +23,8 @@ from tokenmill.kernels.operands import Norm
 STREAMED_ROWS = 2
 SMALL_WEIGHT_BYTES = 24_000_000
 MOST_TILED_ROWS = 256
+# Rows of a block where every row is to be computed alike: so few that one row alone does not take long.
+BLOCK_ROWS = 64
 
 
 def linear(
@@ -52,8 +57,25 @@ def _product(
     tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
     if tiled is not None:
         return tiled
-    y_NO = F.linear(x_NI, weight_OI, bias_O)
+    y_NO = _invariant(x_NI, weight_OI, bias_O) if is_invariant() else F.linear(x_NI, weight_OI, bias_O)
     return gated_silu(y_NO) if gated else y_NO
+
+
+def _invariant(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """The product, each row as if it were alone."""
+    if x_NI.is_cuda:
+        from tokenmill.kernels import triton_invariant
+
+        return triton_invariant.product(x_NI, weight_OI, bias_O)
+    return in_blocks(x_NI, lambda block_NI: F.linear(block_NI, weight_OI, bias_O))
+
+
+def in_blocks(x_NI: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`multiply` [N, I] -> [N, O] by blocks of always as many rows, some of them zero: libraries choose the
+    order of their sums by the number of rows."""
+    num_rows = len(x_NI)
+    padded_NI = F.pad(x_NI, (0, 0, 0, -num_rows % BLOCK_ROWS))
+    return torch.cat([multiply(block_NI) for block_NI in padded_NI.split(BLOCK_ROWS)])[:num_rows]
 
 
 def add_norm_linear(
@@ -103,7 +125,7 @@ def add_norm_linear_torch(
 
 
 def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    if not (x_NI.is_cuda and x_NI.element_size() == 2 and 0 < len(x_NI) <= STREAMED_ROWS):
+    if not (x_NI.is_cuda and x_NI.element_size() == 2 and 0 < len(x_NI) <= STREAMED_ROWS) or is_invariant():
         return False
     return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES
 
@@ -117,7 +139,10 @@ def _tiled(
     may_split: bool,
 ) -> torch.Tensor | None:
     """The product by our own tiles, where they are known to be faster. They are slow to launch."""
-    if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
+    if (
+        not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed())
+        or is_invariant()
+    ):
         return None
     from tokenmill.kernels.triton_attention import has_hopper_kernels, num_processors
 

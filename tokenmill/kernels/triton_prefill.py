@@ -177,7 +177,7 @@ def _token_offsets(table, positions, keep, stride_page, stride_token, PAGE_SIZE:
 
 
 @triton.jit
-def _load_tile(base, offsets, keep, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def load_tile(base, offsets, keep, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """[tokens, BLOCK_DIM]; zero past HEAD_DIM and for tokens not kept, so that no stale number gets in."""
     columns = tl.arange(0, BLOCK_DIM)
     pointers = base + offsets[:, None] + columns[None, :]
@@ -200,7 +200,7 @@ def _load_whole_tile(
     else:
         positions = tile + tl.arange(0, BLOCK_N)
         offsets = _token_offsets(table, positions, None, stride_page, stride_token, PAGE_SIZE)
-        return _load_tile(base, offsets, None, HEAD_DIM, BLOCK_DIM)
+        return load_tile(base, offsets, None, HEAD_DIM, BLOCK_DIM)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def _softmax_step(scores, total, peak, scale_log2, GUARDED: tl.constexpr):
 
 
 @triton.jit
-def _attend_masked(
+def attend_masked(
     acc, total, peak, query, query_positions, keys, values, table, start, stop, scale_log2,
     stride_page, stride_k, stride_v,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -228,7 +228,7 @@ def _attend_masked(
         positions = tile + tl.arange(0, BLOCK_N)
         keep = positions < stop
         k_offsets = _token_offsets(table, positions, keep, stride_page, stride_k, PAGE_SIZE)
-        k = _load_tile(keys, k_offsets, keep, HEAD_DIM, BLOCK_DIM)
+        k = load_tile(keys, k_offsets, keep, HEAD_DIM, BLOCK_DIM)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         visible = keep[None, :] & (positions[None, :] <= query_positions[:, None])
         if WINDOW:
@@ -236,7 +236,7 @@ def _attend_masked(
         scores = tl.where(visible, scores, float("-inf"))
         weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2, WINDOW > 0)
         v_offsets = _token_offsets(table, positions, keep, stride_page, stride_v, PAGE_SIZE)
-        v = _load_tile(values, v_offsets, keep, HEAD_DIM, BLOCK_DIM)
+        v = load_tile(values, v_offsets, keep, HEAD_DIM, BLOCK_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, total, peak
 
@@ -302,7 +302,7 @@ def _attend(
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         edge_stop = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
         edge_stop = tl.minimum(edge_stop, whole_stop)
-        acc, total, peak = _attend_masked(
+        acc, total, peak = attend_masked(
             acc, total, peak, query, query_positions, keys, values, table, begin, edge_stop, scale_log2,
             stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
         )  # fmt: skip
@@ -312,7 +312,7 @@ def _attend(
         scale_log2, stride_page, stride_k, stride_v,
         PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_DIM, STAGES, OVERLAP,
     )  # fmt: skip
-    return _attend_masked(
+    return attend_masked(
         acc, total, peak, query, query_positions, keys, values, table, tl.maximum(begin, whole_stop),
         tl.minimum(last_position + 1, stop), scale_log2,
         stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
@@ -320,7 +320,7 @@ def _attend(
 
 
 @triton.jit
-def _find_row(tile, query_starts, num_rows, GROUP: tl.constexpr, SEARCH: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_row(tile, query_starts, num_rows, GROUP: tl.constexpr, SEARCH: tl.constexpr, BLOCK_M: tl.constexpr):
     """(row that owns `tile`, its first token, its queries, the tile's first pair of query and head).
 
     Row r begins at tile pairs_before_r // BLOCK_M + r: no two rows share a tile, and some tiles stay empty.
@@ -386,7 +386,7 @@ def _prefill_kernel(
     kv_head = tl.program_id(0)
     # The last tiles of a prompt see the most keys: they go first, so that no long one is left at the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row, row_token, num_queries, first = _find_row(
+    row, row_token, num_queries, first = find_row(
         tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
     )
     if (first < 0) | (first >= num_queries * GROUP):

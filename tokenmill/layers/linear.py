@@ -10,12 +10,12 @@ import platform
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tokenmill.kernels import packed
 from tokenmill.kernels.activation import gated_silu
-from tokenmill.kernels.linear import add_norm_linear, addend, linear
+from tokenmill.kernels.launching import is_invariant
+from tokenmill.kernels.linear import add_norm_linear, addend, in_blocks, linear
 from tokenmill.kernels.operands import Norm
 from tokenmill.layers.norm import RMSNorm
 
@@ -24,7 +24,6 @@ from tokenmill.layers.norm import RMSNorm
 # them next to nothing; large ones would take up to twice as long. There few rows are streamed.
 _LONGEST_WHOLE_SUM = 512
 _SMALL_WEIGHT_BYTES = 2**20
-_BLOCK_ROWS = 64
 
 
 class Linear(nn.Module):
@@ -123,12 +122,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] -> [N, O]"""
-        if not self._goes_in_blocks:
-            return packed.product(x_NI, self.weight, self.bias, self._columns)
-        num_rows = len(x_NI)
-        padded_NI = F.pad(x_NI, (0, 0, 0, -num_rows % _BLOCK_ROWS))
-        blocks = [packed.product(each, self.weight, self.bias) for each in padded_NI.split(_BLOCK_ROWS)]
-        return torch.cat(blocks)[:num_rows]
+        if self._goes_in_blocks or is_invariant():
+            return in_blocks(x_NI, lambda block_NI: packed.product(block_NI, self.weight, self.bias))
+        return packed.product(x_NI, self.weight, self.bias, self._columns)
 
     def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
         """See `Linear.addend`; here it is never in pieces."""

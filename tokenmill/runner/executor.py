@@ -8,7 +8,7 @@ import torch
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec, Backend, Step, StepLayout
-from tokenmill.kernels.launching import replayed
+from tokenmill.kernels.launching import invariant, replayed
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kvcache.pool import LayerShape, PagePool
 from tokenmill.models import Model
@@ -18,8 +18,18 @@ from tokenmill.runner.few_rows import FewRows
 class Executor:
     """Runs the model. Owns the pool; knows neither requests nor rows."""
 
-    def __init__(self, model: Model, specs: Sequence[AttentionSpec], *, backend: str, pool: PagePool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        specs: Sequence[AttentionSpec],
+        *,
+        backend: str,
+        pool: PagePool,
+        deterministic: bool = False,
+    ) -> None:
+        """If `deterministic`, a token gets the same bits whatever else is computed in its step."""
         self._model = model
+        self._deterministic = deterministic
         self._pool = pool
         self._specs = specs
         self._backend = backend
@@ -42,11 +52,12 @@ class Executor:
 
         The keys and values of all tokens are in the pool afterwards.
         """
-        hidden = self._few_rows.forward(token_ids_T, layout, self._attention, needed_N)
-        if hidden is not None:
-            return hidden
-        self._attention.plan(layout)
-        return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
+        with invariant(self._deterministic):
+            hidden = self._few_rows.forward(token_ids_T, layout, self._attention, needed_N)
+            if hidden is not None:
+                return hidden
+            self._attention.plan(layout)
+            return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
 
     def forward_for_graph(
         self, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: torch.Tensor | None = None
@@ -72,11 +83,13 @@ class Executor:
 
     def _open_attention(self) -> Backend:
         pool = self._pool
-        return create_backend(self._backend, self._specs, pool.keys, pool.values, pool.page_size)
+        name = f"invariant {self._backend}" if self._deterministic else self._backend
+        return create_backend(name, self._specs, pool.keys, pool.values, pool.page_size)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocabulary] in the model's dtype."""
-        return self._model.logits(hidden_ND)
+        with invariant(self._deterministic):
+            return self._model.logits(hidden_ND)
 
 
 def layer_shapes(specs: Sequence[AttentionSpec]) -> list[LayerShape]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.attention import best_backend
+from tokenmill.attention import BACKENDS, best_backend
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.models import ModelSpec
@@ -34,6 +34,7 @@ class Placement:
     max_step_tokens: int
     steps_in_flight: int
     cuda_graphs: bool
+    deterministic: bool
 
 
 def place(config: EngineConfig, spec: ModelSpec) -> Placement:
@@ -47,6 +48,12 @@ def place(config: EngineConfig, spec: ModelSpec) -> Placement:
         max_step_tokens = max(chunk or _MAX_STEP_TOKENS[device.type], max_running)
     dtype = _dtype(config, spec, device)
     attention_backend = _attention_backend(config, device, dtype)
+    if config.enable_deterministic_inference and f"invariant {attention_backend}" not in BACKENDS:
+        raise InvalidArgument(
+            f"enable_deterministic_inference=True cannot go with attention_backend={attention_backend!r}, "
+            f"the one for {dtype} on {device} here; it needs 'triton' (a GPU) or 'native' (a CPU, float32 or "
+            "bfloat16, and a C compiler or the extra tokenmill[native])"
+        )
     placement = Placement(
         device=device,
         device_name=_device_name(device),
@@ -57,6 +64,7 @@ def place(config: EngineConfig, spec: ModelSpec) -> Placement:
         steps_in_flight=config.steps_in_flight or _STEPS_IN_FLIGHT[device.type],
         # Only our kernels take their bounds from the device, so only they can be replayed.
         cuda_graphs=attention_backend == "triton" and not config.disable_cuda_graph,
+        deterministic=config.enable_deterministic_inference,
     )
     _log.info("running on %s (%s) with %s", device, placement.device_name, placement)
     return placement

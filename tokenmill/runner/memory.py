@@ -46,7 +46,13 @@ def build_executor(
     _log.info(
         "pool of %d pages, %d tokens, %.2f GB", num_pages, num_pages * config.page_size, pool.num_bytes / 1e9
     )
-    executor = Executor(model, spec.attention, backend=placement.attention_backend, pool=pool)
+    executor = Executor(
+        model,
+        spec.attention,
+        backend=placement.attention_backend,
+        pool=pool,
+        deterministic=placement.deterministic,
+    )
     return executor, PoolSize(num_pages, pool.num_bytes)
 
 

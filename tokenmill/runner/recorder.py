@@ -84,6 +84,7 @@ class Recorder:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._used = False
+        self._has_graphs = False
         self._num_bytes: int | None = 0  # None: not known since the last capture
 
     @property
@@ -139,6 +140,9 @@ class Recorder:
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is void, which is no news
                 graph.capture_end()
+            if not self._has_graphs:  # a pool dies with its only graph, and gives its memory back
+                self._memory = torch.cuda.graph_pool_handle()
             raise
         graph.capture_end()
+        self._has_graphs = True
         return graph, made

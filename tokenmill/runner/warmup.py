@@ -75,7 +75,13 @@ class Scout:
         model = build_model(small, dtype=placement.dtype, device=placement.device)
         for weight in model.parameters():
             weight.zero_()
-        self._executor = Executor(model, layers, backend=placement.attention_backend, pool=pool)
+        self._executor = Executor(
+            model,
+            layers,
+            backend=placement.attention_backend,
+            pool=pool,
+            deterministic=placement.deterministic,
+        )
         self._rows = Rows(
             num_slots=placement.max_running_requests,
             num_columns=-(-spec.context_length // config.page_size),

@@ -12,6 +12,9 @@ import torch
 LOWEST = torch.finfo(torch.float32).min  # instead of -inf
 # A temperature outside of these changes nothing any more.
 _TEMPERATURES = (1e-30, 1e30)
+# torch splits one long sum between threads, but not many short ones: a row's sum must not depend on how many
+# rows there are.
+_SUM_LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def pack_torch(
     values_RV = clean(logits_RV.float())
     maximum_R1 = values_RV.amax(1, keepdim=True).clamp_(min=LOWEST)
     scales_R1 = 1 / temperatures_R[:, None]
-    normalizer_R1 = ((values_RV - maximum_R1) * scales_R1).exp_().sum(1, keepdim=True).log_()
+    normalizer_R1 = _sums(((values_RV - maximum_R1) * scales_R1).exp_()).log_()
 
     def bits(values: torch.Tensor) -> torch.Tensor:
         logprobs = (values - maximum_R1) * scales_R1 - normalizer_R1
@@ -126,6 +129,14 @@ def pack_torch(
         ],
         1,
     )
+
+
+def _sums(values_RV: torch.Tensor) -> torch.Tensor:
+    """[R, 1], each in the same order whatever R is."""
+    whole = values_RV.shape[1] // _SUM_LENGTH * _SUM_LENGTH
+    parts_RP = values_RV[:, :whole].unflatten(1, (-1, _SUM_LENGTH)).sum(2)
+    sums_R1: torch.Tensor = parts_RP.sum(1, keepdim=True) + values_RV[:, whole:].sum(1, keepdim=True)
+    return sums_R1
 
 
 def clean(values: torch.Tensor) -> torch.Tensor:
