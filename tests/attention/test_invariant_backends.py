@@ -107,6 +107,24 @@ def test_a_product_goes_the_same_way_as_its_heads(
     torch.testing.assert_close(step.key_cache, twin.key_cache, equal_nan=True)
 
 
+def test_padding_among_the_rows_that_decode(ragged: SimpleNamespace, triton_device: str) -> None:
+    """As in a graph: rows of padding stand for one token each, and these tokens are those of a prompt."""
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    step = ragged.ragged_step(
+        spec, [(1, 20), (5, 5), (3, 40)], page_size=16, dtype=torch.float32, seed=6, device=triton_device
+    )
+    layout = step.layout
+    order = torch.tensor([0, 0, 0, 1, 2], device=triton_device)  # a row, two of padding, two prompts
+    layout.page_table_RP = (layout.page_table_RP[0][order],)
+    layout.lengths_R = torch.tensor([20, 1, 1, 5, 40], dtype=torch.int32, device=triton_device)
+    layout.query_starts = torch.tensor([0, 1, 2, 1, 6, 9], dtype=torch.int32, device=triton_device)
+    layout.num_decodes = 3
+    layout.host_query_lengths, layout.host_lengths = [1, 1, 1, 5, 3], [20, 1, 1, 5, 40]
+    backend = make("triton", spec, step, 16)
+    backend.plan(layout)
+    assert ragged.relative_error(backend.run(step.q, step.k, step.v, 0), step.expected) < 1e-6
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_prompt_in_parts_has_the_bits_of_the_whole_on_a_cpu(

@@ -1,4 +1,4 @@
-"""Attention on the GPU that gives a token the same bits whatever else a step holds; one kernel for all rows.
+"""Attention on the GPU that gives a token the same bits whatever else a step holds; one kernel for all.
 
 The mathematics are in `kernels/triton_invariant.py`. Like `triton_backend.py` it can be captured in a graph.
 """
@@ -33,12 +33,15 @@ class InvariantBackend:
         self._key_caches = tuple(key_caches)
         self._value_caches = tuple(value_caches)
         self._layout: StepLayout | None = None
+        self._decode_starts = torch.empty(0, dtype=torch.int32)
         # A prefix read for several rows at once would be summed apart from the rest.
         self.sharing: SharingCosts | None = None
 
     def plan(self, layout: StepLayout) -> None:
         """Take note of the step; nothing is copied to or from the device."""
         self._layout = layout
+        device = layout.query_starts.device
+        self._decode_starts = torch.arange(layout.num_decodes + 1, dtype=torch.int32, device=device)
 
     def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Store keys and values, then attend; inputs may be strided views, the result is contiguous."""
@@ -73,19 +76,36 @@ class InvariantBackend:
     def _attend(self, q_THD: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention over keys and values that are stored."""
         assert self._layout is not None, "plan() comes first"
-        spec, layout = self._specs[layer], self._layout
+        layout = self._layout
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        split = layout.num_decodes
+        # In graphs some rows that decode may be padding, whose tokens belong to prompts: those go last.
+        if split:
+            self._attend_rows(q_THD[:split], layer, slice(0, split), self._decode_starts, out_THD)
+        if len(layout.host_lengths) > split:
+            self._attend_rows(q_THD, layer, slice(split, None), layout.query_starts[split:], out_THD)
+        return out_THD
+
+    def _attend_rows(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        rows: slice,
+        query_starts: torch.Tensor,
+        out_THD: torch.Tensor,
+    ) -> None:
+        assert self._layout is not None, "plan() comes first"
+        spec, layout = self._specs[layer], self._layout
         triton_invariant.attend(
             q_THD,
             triton_attention.PagedRows(
                 self._key_caches[layer],
                 self._value_caches[layer],
-                layout.page_table_RP[spec.group],
-                layout.lengths_R,
+                layout.page_table_RP[spec.group][rows],
+                layout.lengths_R[rows],
             ),
-            query_starts=layout.query_starts,
+            query_starts=query_starts,
             scale=spec.scale,
             window=spec.window,
             out_THD=out_THD,
         )
-        return out_THD

@@ -32,10 +32,8 @@ def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
     assert weight_OI.is_contiguous()
     out_NO = torch.empty(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
     is_wide = x_NI.element_size() == 4  # no tensor cores at full precision
-    rows, inputs = (32, 32) if is_wide else (64, 64)
-    row_tiles = triton.cdiv(num_rows, rows)
-    outputs = 32 if is_wide else _tile_outputs(row_tiles, num_outputs, num_processors(x_NI.device))
-    _product_kernel[(row_tiles * triton.cdiv(num_outputs, outputs),)](
+    rows, outputs = (32, 32) if is_wide else _tile(num_rows, num_outputs, num_processors(x_NI.device))
+    _product_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
         x_NI,
         weight_OI,
         bias_O,
@@ -46,20 +44,22 @@ def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
         SIZE=size,
         BLOCK_M=rows,
         BLOCK_N=outputs,
-        BLOCK_K=inputs,
+        BLOCK_K=32 if is_wide else 64,
         TOGETHER=_ROW_TILES_TOGETHER,
-        num_warps=4,
+        num_warps=4 if is_wide else rows // 16,
         num_stages=2 if is_wide else 4,
     )
     return out_NO
 
 
-def _tile_outputs(row_tiles: int, num_outputs: int, processors: int) -> int:
-    """As many as leave work for all processors. A tile's width has no say in the order of a sum."""
-    for outputs in (128, 64):
-        if row_tiles * triton.cdiv(num_outputs, outputs) >= processors:
-            return outputs
-    return 32
+def _tile(num_rows: int, num_outputs: int, processors: int) -> tuple[int, int]:
+    """Rows and outputs of a tile: many, but so few that all processors have work. They have no say in the
+    order of a sum, whose terms are always taken 64 inputs at a time."""
+    for rows, outputs in ((128, 128), (64, 128), (64, 64)):
+        programs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs)
+        if programs >= processors and (rows == 64 or num_rows > 64):
+            return rows, outputs
+    return 64, 32
 
 
 def attend(
@@ -136,24 +136,26 @@ def _product_kernel(
     rows = (first_row_tile + place % width) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = place // width * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
-    # Rows and outputs past the end read the last one once more: only inputs need a mask.
-    x_tiles = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * stride_x + inputs[None, :]
+    is_row = (rows < num_rows)[:, None]
+    x_tiles = x + rows.to(tl.int64)[:, None] * stride_x + inputs[None, :]
+    # Outputs past the end read the last one once more. As for rows, many readers of one wait for each other.
     weight_tiles = (
         weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :] * SIZE + inputs[:, None]
     )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in range(0, SIZE, BLOCK_K):
         if SIZE % BLOCK_K == 0:
-            x_tile, weight_tile = tl.load(x_tiles + begin), tl.load(weight_tiles + begin)
+            x_tile = tl.load(x_tiles + begin, mask=is_row, other=0)
+            weight_tile = tl.load(weight_tiles + begin)
         else:
             keep = begin + inputs < SIZE
-            x_tile = tl.load(x_tiles + begin, mask=keep[None, :], other=0)
+            x_tile = tl.load(x_tiles + begin, mask=is_row & keep[None, :], other=0)
             weight_tile = tl.load(weight_tiles + begin, mask=keep[:, None], other=0)
         acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
     if bias is not None:
         acc += tl.load(bias + outputs, mask=outputs < num_outputs, other=0).to(tl.float32)[None, :]
     targets = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    keep_out = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    keep_out = is_row & (outputs < num_outputs)[None, :]
     tl.store(out + targets, acc.to(out.dtype.element_ty), mask=keep_out)
 
 
