@@ -295,6 +295,32 @@ def test_of_a_prompt_that_never_ran_nothing_is_shown(llm: sgl.Engine) -> None:
             assert result["meta_info"][f"output_{name}_logprobs"] == []
 
 
+def test_of_a_prompt_that_was_cut_short_nothing_is_shown(folder: Path) -> None:
+    """The single token of the one prompt is drawn when six tokens of the other are computed."""
+
+    def abort_other(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        engine.abort("long")
+        return logits
+
+    wishes: dict[str, Any] = {"logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5]}
+    chunks = {"chunked_prefill_size": 7, "max_running_requests": 2}
+    with sgl.Engine(model_path=str(folder), device="cpu", **chunks) as engine:
+        _, result = engine.generate(
+            input_ids=[PROMPTS[3], PROMPTS[0]],
+            sampling_params=GREEDY,
+            rid=["short", "long"],
+            custom_logit_processor=[abort_other, None],
+            return_logprob=True,
+            return_hidden_states=True,
+            **wishes,
+        )
+    meta = result["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert meta["hidden_states"] == []
+    for name in ("token", "top", "token_ids"):
+        assert meta[f"input_{name}_logprobs"] == []
+
+
 # ── hidden states ──
 
 

@@ -106,7 +106,10 @@ class RequestExtras:
             self._next_hidden += len(hidden) - known
 
     def insight(self, *, is_last: bool) -> Insight:
-        """Everything not reported yet; it belongs to the tokens not reported yet."""
+        """Everything not reported yet; it belongs to the tokens not reported yet.
+
+        Of a prompt that was cut short nothing is shown: a part would be taken for the whole.
+        """
         options, line = self._request.logprobs, self.logprob_line
         logprobs = None if line is None else line.take()
         if line is not None and is_last:
@@ -124,13 +127,13 @@ class RequestExtras:
         if kind is None or (kind == "last" and not (is_last or self._may_be_cut)):
             return None
         rows, self._hidden = self._hidden, []
-        if with_prompt:
+        if with_prompt and not self._reads_prompt:
             rows, self._prompt_hidden = self._prompt_hidden + rows, []
         return np.concatenate(rows) if rows else None
 
     def _all_prompt_logprobs(self, options: LogprobOptions) -> Logprobs | None:
         parts, self._prompt_logprobs = self._prompt_logprobs, []
-        if options.prompt_start >= self._num_prompt:
+        if options.prompt_start >= self._num_prompt or self._reads_prompt:
             return None
         if options.prompt_start == 0 and (parts or self._has_drawn):  # nothing precedes the first token
             parts.insert(0, _unknown(options))
