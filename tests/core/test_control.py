@@ -165,21 +165,27 @@ def test_an_update_waits_for_requests_before_it_and_those_after_it_wait(
     assert answers.finished == {"old": "length", "older": "length", "new": "length"}
 
 
-def test_a_request_behind_an_update_can_be_cancelled(
+def test_a_request_behind_an_update_ends_before_its_turn(
     core: CoreThread, mill: VersionedMill, answers: Answers
 ) -> None:
-    mill.gate.clear()
-    core.submit([request("old", max_new_tokens=30)])
+    """By its caller, or for want of time: the update may wait for others for long."""
+    run_until_some_tokens(core, answers)
+    answers.delivered = lambda: time.sleep(0.01)  # a step takes its time
     updated = Background(lambda: update(core))
     while not core._calls:  # until the call is in the inbox
         time.sleep(0.001)
-    core.submit([request("new")])
-    core.cancel(["new"])
-    mill.gate.set()
-    answers.wait_finished("old", "new")
+    late = replace(request("late"), timeout_seconds=0.02)
+    core.submit([request("unwanted"), request("new"), late])
+    core.cancel(["unwanted"])
+    answers.wait_finished("unwanted", "late")
+    assert "a" not in answers.finished
+    assert mill.version == 0
+    core.cancel(["a"])
+    answers.wait_finished("new")
     assert updated.result()[0]
-    assert answers.finished == {"old": "length", "new": "abort"}
-    assert answers.tokens == {"old": [0] * 30, "new": []}
+    assert answers.finished == {"a": "abort", "unwanted": "abort", "late": "abort", "new": "length"}
+    assert answers.tokens["unwanted"] == answers.tokens["late"] == []
+    assert answers.tokens["new"] == [1] * 6
 
 
 def test_an_update_forgets_the_prefixes_of_the_old_weights(

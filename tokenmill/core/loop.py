@@ -16,13 +16,14 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.core.control import Control
-from tokenmill.core.deadlines import Clock, Deadlines
+from tokenmill.core.deadlines import Clock, Deadlines, timed_out
 from tokenmill.core.device_watch import DeviceWatch
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
 from tokenmill.core.priority import Priorities
-from tokenmill.core.scheduler import Scheduler
+from tokenmill.core.request import RequestState
+from tokenmill.core.scheduler import CANCELLED, Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
@@ -111,7 +112,7 @@ class Loop:
         while not self._closing:
             self._drain()
             if self._deadlines:
-                self._send(self._scheduler.time_out(self._deadlines.pop_due()))
+                self._time_out(self._deadlines.pop_due())
             can_run = not (self._scheduler.is_asleep or self._control.stands_still)
             self._watch.note(has_steps=self._scheduler.num_in_flight > 0, has_requests=can_run)
             if can_run:
@@ -166,33 +167,37 @@ class Loop:
         self._let_go()
         if (self._scheduler.is_asleep or self._control.stands_still) and not self._closing:
             with contextlib.suppress(queue.Empty):
-                self._handle(self._sleep())
+                self._receive(self._sleep())
         while not self._closing:
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            self._handle(message)
+            self._receive(message)
 
     def _sleep(self) -> Message:
         """The next message; raises `queue.Empty` when a deadline is there before it."""
         with self.pulse.resting():
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
+    def _receive(self, message: Message) -> None:
+        """Handle a message that has just come."""
+        if isinstance(message, Submit):
+            self._deadlines.add(message.requests)  # time runs also for requests that are held back
+        self._handle(message)
+
     def _handle(self, message: Message) -> None:
         match message:
             case Submit() | Call() if self._must_wait(message):
                 self._held.append(message)
             case Submit(requests):
-                self._deadlines.add(requests)
                 self._send(self._scheduler.submit(requests))
                 self._compile(requests)
             case Compiled(request_id, outcome):
                 self._send(self._scheduler.compiled(request_id, outcome))
             case Cancel(request_ids):
                 self._send(self._scheduler.cancel(request_ids))
-                if self._held:  # it may be meant for requests among them
-                    self._held.append(message)
+                self._end_held(request_ids, lambda _: Finish("abort", message=CANCELLED))
             case Call():
                 with self.pulse.resting():
                     self._answer(message)
@@ -222,6 +227,23 @@ class Loop:
             held, self._held = self._held, deque()
             for message in held:
                 self._handle(message)
+
+    def _time_out(self, request_ids: Sequence[str]) -> None:
+        self._send(self._scheduler.time_out(request_ids))
+        self._end_held(request_ids, timed_out)
+
+    def _end_held(self, request_ids: Sequence[str], finish: Callable[[Request], Finish]) -> None:
+        """End requests that are held back; the call in front may wait for long yet."""
+        if not (self._held and request_ids):
+            return
+        ids = frozenset(request_ids)
+        held, self._held = self._held, deque()
+        for message in held:
+            if isinstance(message, Submit):
+                ending = [request for request in message.requests if request.id in ids]
+                self._send([RequestState(each, arrival=0).report(finish(each)) for each in ending])
+                message = Submit([request for request in message.requests if request.id not in ids])
+            self._held.append(message)
 
     def _answer(self, call: Call) -> None:
         """Errors of a call go to the caller; the loop lives on."""
