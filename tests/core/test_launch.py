@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -182,6 +183,25 @@ def test_a_call_that_waits_while_the_loop_dies_is_answered(core: CoreThread, mil
     threading.Timer(0.05, mill.gate.set).start()
     with pytest.raises(EngineDead, match="on fire"):
         core.call("load")
+
+
+def test_a_call_that_waits_while_the_core_is_closed_hears_so(core: CoreThread, mill: CountingRunner) -> None:
+    """An update of weights waits for the requests before it."""
+    mill.gate.clear()
+    core.submit([request("a", max_new_tokens=100)])
+    assert mill.launching.wait(10)
+
+    def close() -> None:
+        while not core._calls:  # until the call is in the inbox
+            time.sleep(0.001)
+        threading.Timer(0.05, mill.gate.set).start()
+        core.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(EngineClosed, match="before it answered"):
+        core.call("update_weights_from_disk", model_path="new")
+    closing.join()
 
 
 def test_no_step_in_flight_gives_the_same(ears: Ears) -> None:

@@ -172,4 +172,8 @@ class CoreThread:
             error = self._ended
             calls, self._calls = self._calls, set()
         for answer in calls:
-            answer.set_exception(EngineDead(f"the engine ended before it answered: {error!r}"))
+            answer.set_exception(
+                EngineClosed("the engine was shut down before it answered")
+                if isinstance(error, EngineClosed)
+                else EngineDead(f"the engine ended before it answered: {error!r}")
+            )
