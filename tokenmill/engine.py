@@ -385,13 +385,13 @@ class Engine:
         Waits until all requests submitted before have finished; later ones wait and use the new weights. The
         prefix cache is emptied. Returns (success, message, number of paused requests). Where the checkpoint
         does not fit, success is False and the old weights stay; with `on_error="raise"` it is an
-        `InvalidArgument`. `weight_version` is what later results say.
+        `InvalidArgument`. `weight_version` is what the results of requests say that finish later.
         """
-        version = self._checked_version(weight_version)
-        answer = self._control.update_weights_from_disk(model_path, load_format, on_error)
+        answer = self._control.update_weights_from_disk(
+            model_path, load_format, on_error, weight_version=weight_version
+        )
         if answer[0]:
             self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path))
-            self._client.weight_version = version
         return answer
 
     def update_weights_from_tensor(
@@ -408,11 +408,9 @@ class Engine:
         Otherwise as `update_weights_from_disk`. With `flush_cache=False` prefixes computed with the old
         weights stay in use. Returns (success, message).
         """
-        version = self._checked_version(weight_version)
-        answer = self._control.update_weights_from_tensor(named_tensors, load_format, flush_cache, on_error)
-        if answer[0]:
-            self._client.weight_version = version
-        return answer
+        return self._control.update_weights_from_tensor(
+            named_tensors, load_format, flush_cache, on_error, weight_version=weight_version
+        )
 
     def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
         """Accepted before a series of updates, as SGLang wants it; here they need no such frame."""
@@ -441,9 +439,6 @@ class Engine:
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take released memory back. Raises `WrongState` where there is not enough; it may be tried again."""
         self._control.resume_memory(tags)
-
-    def _checked_version(self, version: str | None) -> str:
-        return self._client.weight_version if version is None else check_text("weight_version", version)
 
     def shutdown(self) -> None:
         """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""

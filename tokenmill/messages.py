@@ -201,6 +201,10 @@ class EngineFacts:
 Need = Literal["none", "soon", "now"]
 
 
+# Called with the answer of a call, by the thread that delivers Outputs, between those before and after it.
+AnswerSink = Callable[[Any], object]
+
+
 class Core(Protocol):
     """The frontend's door to the core. Thread-safe; every method returns at once except `call`."""
 
@@ -213,7 +217,7 @@ class Core(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> None: ...
     def cancel(self, request_ids: Sequence[str]) -> None: ...
-    def call(self, name: str, **arguments: Any) -> Any: ...
+    def call(self, name: str, *, answered: AnswerSink | None = None, **arguments: Any) -> Any: ...
     def close(self) -> None: ...
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,30 @@ def test_the_engine_says_what_it_serves_now(llm: sgl.Engine, folders: tuple[Path
     info = llm.get_model_info()
     assert (info["model_path"], info["weight_version"]) == (str(folders[1]), "v2")
     assert llm.server_args.model_path == str(folders[1])
+
+
+def test_results_tell_the_version_of_the_weights_that_computed_them(
+    llm: sgl.Engine, folders: tuple[Path, Path]
+) -> None:
+    """Also of a request that was submitted while the update still waited for another."""
+    gate = threading.Event()
+
+    def hold(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        assert gate.wait(10)
+        return logits
+
+    asked: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": GREEDY, "stream": True}
+    before = llm.generate(custom_logit_processor=hold, **asked)
+    update = functools.partial(llm.update_weights_from_disk, str(folders[1]), weight_version="v2")
+    updating = threading.Thread(target=update)
+    updating.start()
+    while not llm._client._core._calls:  # type: ignore[attr-defined]  # until the call is on its way
+        time.sleep(0.001)
+    after = llm.generate(**asked)
+    gate.set()
+    assert {chunk["meta_info"]["weight_version"] for chunk in before} == {"default"}
+    assert {chunk["meta_info"]["weight_version"] for chunk in after} == {"v2"}
+    updating.join()
 
 
 def test_weights_without_a_configuration_are_enough(llm: sgl.Engine, folders: tuple[Path, Path]) -> None:

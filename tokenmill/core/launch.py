@@ -15,7 +15,7 @@ from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.core.restart import LastingCore
 from tokenmill.core.watchdog import Pulse, Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
-from tokenmill.messages import Core, DeathSink, EngineFacts, Need, Request, Runner, Sink
+from tokenmill.messages import AnswerSink, Core, DeathSink, EngineFacts, Need, Request, Runner, Sink
 
 _log = logging.getLogger("tokenmill")
 
@@ -78,17 +78,19 @@ class CoreThread:
         """Abort requests; their last Output says so. Unknown and finished ids are ignored."""
         self._put(Cancel(request_ids))
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, name: str, *, answered: AnswerSink | None = None, **arguments: Any) -> Any:
         """Ask the core between two steps and wait for the answer; its errors are raised here."""
         self._raise_if_inside()
         answer: Future[Any] = Future()
 
         def reply(value: Any, error: Exception | None) -> None:
             self._calls.discard(answer)
-            if error is None:
-                answer.set_result(value)
-            else:
+            if error is not None:
                 answer.set_exception(error)
+                return
+            if answered is not None:
+                answered(value)
+            answer.set_result(value)
 
         with self._state:
             self._raise_if_ended()

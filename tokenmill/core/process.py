@@ -32,7 +32,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit, build_loop
 from tokenmill.core.watchdog import Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, told
-from tokenmill.messages import DeathSink, EngineFacts, Output, Request, Sink
+from tokenmill.messages import AnswerSink, DeathSink, EngineFacts, Output, Request, Sink
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 # How long a process that was told to end may take to do so by itself.
@@ -90,7 +90,7 @@ class CoreProcess:
         # Reentrant: the garbage collector may cancel or close while this thread holds it.
         self._state = threading.RLock()
         self._ended: BaseException | None = None  # why no more messages are taken
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, tuple[Future[Any], AnswerSink | None]] = {}
         self._num_calls = 0
         self._reader: threading.Thread | None = None
 
@@ -126,7 +126,7 @@ class CoreProcess:
         """Abort requests; their last Output says so. Unknown and finished ids are ignored."""
         self._send(Cancel(request_ids))
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, name: str, *, answered: AnswerSink | None = None, **arguments: Any) -> Any:
         """Ask the core between two steps and wait for the answer; its errors are raised here.
 
         Raises `CoreLost` if the process ends before it answers.
@@ -140,7 +140,7 @@ class CoreProcess:
             self._raise_if_ended()
             self._num_calls += 1
             number = self._num_calls
-            self._calls[number] = answer
+            self._calls[number] = answer, answered
             self._send(_Ask(number, name, pickled))
         return answer.result()
 
@@ -203,11 +203,13 @@ class CoreProcess:
 
     def _answer(self, answer: _Answer) -> None:
         with self._state:
-            waiting = self._calls.pop(answer.number)
-        if answer.error is None:
-            waiting.set_result(answer.value)
-        else:
+            waiting, answered = self._calls.pop(answer.number)
+        if answer.error is not None:
             waiting.set_exception(answer.error)
+            return
+        if answered is not None:
+            answered(answer.value)
+        waiting.set_result(answer.value)
 
     def _end(self, death: BaseException | None) -> None:
         status = self._exit_status()
@@ -217,7 +219,7 @@ class CoreProcess:
                 self._ended = death or CoreLost(f"the core's process {status}")
             calls, self._calls = self._calls, {}
             self._let_go()
-        for waiting in calls.values():
+        for waiting, _ in calls.values():
             waiting.set_exception(CoreLost(f"the engine ended before it answered: {self._ended!r}"))
         if not closed:
             self._died(self._ended)

@@ -18,7 +18,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core.process import CoreLost, CoreProcess
 from tokenmill.core.replay import Replay
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead, told
-from tokenmill.messages import DeathSink, EngineFacts, Need, Output, Request, Sink
+from tokenmill.messages import AnswerSink, DeathSink, EngineFacts, Need, Output, Request, Sink
 
 _log = logging.getLogger("tokenmill")
 
@@ -123,7 +123,7 @@ class LastingCore:
         if ended:
             self._deliver_on(ended)
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, name: str, *, answered: AnswerSink | None = None, **arguments: Any) -> Any:
         """Ask the core between two steps and wait for the answer; its errors are raised here.
 
         A call whose core dies is put to the next one; only `stop_profile` is a `WrongState` then, because
@@ -132,7 +132,7 @@ class LastingCore:
         for _ in range(_MOST_CALLS):
             core = self._living_core()
             try:
-                answer = core.call(name, **arguments)
+                answer = core.call(name, answered=answered, **arguments)
             except CoreLost:
                 self._wait_for_loss(core)
                 if name == "stop_profile":

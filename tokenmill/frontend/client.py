@@ -353,6 +353,16 @@ class Client:
         self._raise_if_ended()
         return self._core.call(name, **arguments)
 
+    def update_weights(self, name: str, *, version: str | None, tensor_update: str, **arguments: Any) -> Any:
+        """As `call_core`; what comes back after a success is of the new version (None: it keeps its name)."""
+
+        def note(answer: tuple[bool, str]) -> None:
+            if answer[0]:
+                self.tensor_update = tensor_update
+                self.weight_version = self.weight_version if version is None else version
+
+        return self.call_core(name, answered=note, **arguments)
+
     def release_memory(self, tags: Sequence[str]) -> None:
         """Give memory up; no request is taken until all of it is back. `WrongState` if some are in flight."""
         self.call_core("release_memory_occupation", tags=tags)
@@ -419,7 +429,7 @@ class Client:
                 entry = self._flying.get(name) if output.finish is None else self._forget(name)
                 if entry is not None:
                     call, row = entry
-                    arrived.setdefault(call, []).append((row, Arrival(output, seconds)))
+                    arrived.setdefault(call, []).append((row, Arrival(output, seconds, self.weight_version)))
         for call, items in arrived.items():
             call.put(items)
 

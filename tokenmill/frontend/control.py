@@ -165,7 +165,7 @@ class Control:
     # ── weights ───────────────────────────────────────────────────────────────────────────────
 
     def update_weights_from_disk(
-        self, model_path: Any, load_format: Any, on_error: Any
+        self, model_path: Any, load_format: Any, on_error: Any, *, weight_version: Any
     ) -> tuple[bool, str, int]:
         """See `Engine.update_weights_from_disk`."""
         raises = not returns_errors(on_error)
@@ -173,26 +173,29 @@ class Control:
         path = _path("model_path", model_path)
         if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
             path = str(Path(path).absolute())
-        success, message, num_paused = self._client.call_core("update_weights_from_disk", model_path=path)
-        if success:
-            self._client.tensor_update = ""
+        success, message, num_paused = self._client.update_weights(
+            "update_weights_from_disk",
+            version=_version(weight_version),
+            tensor_update="",
+            model_path=path,
+        )
         if raises and not success:
             raise InvalidArgument(message)
         return success, message, num_paused
 
     def update_weights_from_tensor(
-        self, named_tensors: Any, load_format: Any, flush_cache: Any, on_error: Any
+        self, named_tensors: Any, load_format: Any, flush_cache: Any, on_error: Any, *, weight_version: Any
     ) -> tuple[bool, str]:
         """See `Engine.update_weights_from_tensor`."""
         raises = not returns_errors(on_error)
         _check_load_format(load_format, ("auto", "direct"))
-        success, message = self._client.call_core(
+        success, message = self._client.update_weights(
             "update_weights_from_tensor",
+            version=_version(weight_version),
+            tensor_update=uuid.uuid4().hex,
             named_tensors=_named_tensors(named_tensors),
             flush_cache=check_flag("flush_cache", flush_cache),
         )
-        if success:
-            self._client.tensor_update = uuid.uuid4().hex
         if raises and not success:
             raise InvalidArgument(message)
         return success, message
@@ -229,6 +232,10 @@ class Control:
         if metrics is None:
             raise InvalidArgument("there are no metrics: make the engine with enable_metrics=True")
         return metrics.text(self.state())
+
+
+def _version(given: Any) -> str | None:
+    return None if given is None else check_text("weight_version", given)
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> str:

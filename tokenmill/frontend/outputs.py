@@ -55,6 +55,7 @@ class Arrival:
 
     output: Output
     seconds: float
+    weight_version: str | None = None  # of the weights in use then; None: it did not come from the core
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Row:
         self._text = text
         self._text_parts: list[str] = []
         self.times: RequestTimes | None = None  # in the core, once something came back
+        self.weight_version: str | None = None  # when the core last said something
         self.submitted_seconds = time.perf_counter()
 
     def take(self, arrival: Arrival) -> Piece:
@@ -108,6 +110,8 @@ class Row:
         self.cached_tokens = output.cached_tokens
         self.num_retractions = output.num_retractions
         self.times = output.times or self.times
+        if arrival.weight_version is not None:
+            self.weight_version = arrival.weight_version
         self.latency_seconds = arrival.seconds - self.submitted_seconds
         return piece
 
@@ -148,7 +152,7 @@ class Shape:
     single: bool  # one dict; otherwise a list, and chunks say to which result they belong
     has_text: bool  # False without a tokenizer
     cumulative: bool  # chunks repeat everything so far instead of what is new
-    weight_version: str
+    weight_version: str  # of rows of which the core said nothing
     has_timings: bool = False  # results say when what happened
     token_text: TokenText | None = None  # the text of one token; None without a tokenizer
     hidden_states_format: HiddenStatesFormat = "list"
@@ -222,7 +226,7 @@ def _meta_info(row: Row, shape: Shape) -> dict[str, Any]:
         "cached_tokens": row.cached_tokens,
         "cached_tokens_details": {"device": row.cached_tokens, "host": 0} if row.cached_tokens else None,
         "reasoning_tokens": 0,
-        "weight_version": shape.weight_version,
+        "weight_version": shape.weight_version if row.weight_version is None else row.weight_version,
         "num_retractions": row.num_retractions,
         "response_sent_to_client_ts": time.time(),
         "dp_rank": None,
