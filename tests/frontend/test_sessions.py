@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,6 +330,15 @@ def test_idle_sessions_do_not_pile_up() -> None:
         call.drop()
     assert len(sessions._open) <= 6
     assert len(sessions._looks) <= 6
+
+
+def test_a_closed_session_does_not_stay_until_it_would_have_been_idle(sessions: Sessions) -> None:
+    sessions.open(100, "s", timeout=1000)
+    take_turn(sessions, {"id": "s"}, "a", [1], [2])
+    session = weakref.ref(sessions._open["s"])
+    sessions.close("s")
+    gc.collect()
+    assert session() is None
 
 
 def test_streaming_sessions_only_append_and_one_at_a_time(sessions: Sessions) -> None:

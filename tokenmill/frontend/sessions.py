@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -197,8 +198,9 @@ class Sessions:
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[str, _Session] = {}
-        # When to look whether a session is idle: (seconds, tie-breaker, session).
-        self._looks: list[tuple[float, int, _Session]] = []
+        # When to look whether a session is idle: (seconds, tie-breaker, session). One that was closed is
+        # not kept until then.
+        self._looks: list[tuple[float, int, weakref.ref[_Session]]] = []
         self._ties = itertools.count()
 
     def open(
@@ -321,14 +323,14 @@ class Sessions:
         session.used_seconds = self._clock()
 
     def _look_again(self, session: _Session, seconds: float) -> None:
-        heapq.heappush(self._looks, (seconds, next(self._ties), session))
+        heapq.heappush(self._looks, (seconds, next(self._ties), weakref.ref(session)))
 
     def _close_idle(self) -> None:
         """Close the sessions that were idle for longer than their timeout."""
         now = self._clock()
         while self._looks and self._looks[0][0] <= now:
-            _, _, session = heapq.heappop(self._looks)
-            if session.timeout is None or self._open.get(session.id) is not session:
+            session = heapq.heappop(self._looks)[2]()
+            if session is None or session.timeout is None or self._open.get(session.id) is not session:
                 continue  # closed
             session.forget_dropped()
             if session.is_running:
