@@ -673,3 +673,23 @@ def test_fifty_sessions_at_once(tiny_engine: Any) -> None:
 
     answers = asyncio.run(main())
     assert all(names[index % 5] in answer for index, answer in enumerate(answers)), answers
+
+
+def test_a_call_that_raises_halfway_leaves_no_turn(tiny_engine: Any) -> None:
+    """Its first row has finished when the second one fails."""
+
+    def fail(logits: Any, custom_param_list: list[dict[str, Any]]) -> Any:
+        if len(custom_param_list[0]["__req__"].output_ids) == 3:
+            raise ValueError("for the test")
+        return logits
+
+    s = {"session_params": {"id": tiny_engine.open_session(1000)}}
+    first = tiny_engine.generate("My name is Alice.", {"max_new_tokens": 4}, **s)["meta_info"]
+    lengths = [{"max_new_tokens": 1}, {"max_new_tokens": 8, "ignore_eos": True}]
+    asked: dict[str, Any] = {"sampling_params": lengths, "custom_logit_processor": [None, fail], **s}
+    with pytest.raises(sgl.RequestFailed, match="for the test"):
+        tiny_engine.generate(["I", "I"], **asked)
+    with pytest.raises(sgl.RequestFailed, match="for the test"):
+        asyncio.run(tiny_engine.async_generate(["I", "I"], **asked))
+    last = tiny_engine.generate(input_ids=[40], sampling_params={"max_new_tokens": 1}, **s)["meta_info"]
+    assert last["prompt_tokens"] == first["prompt_tokens"] + first["completion_tokens"] + 1

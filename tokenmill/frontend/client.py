@@ -233,7 +233,8 @@ class Client:
             if not (call.streams or call.returns_errors):
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
-            call.session.finish(row)
+            if call.streams:
+                call.session.finish(row)
             if arrival.output.finish is None:
                 self._cancel([row.name])
         return Advance(
@@ -255,6 +256,9 @@ class Client:
         return self._tokenizer.open_text(request)
 
     def _results(self, call: Call) -> ResultList:
+        # Only here: a call that raises has no results, and a session is to know of none.
+        for row in call.rows:
+            call.session.finish(row)
         return results_of(call.rows, self._texts(call.rows), call.shape)
 
     def results(self, calls: Sequence[Call]) -> list[ResultList]:
