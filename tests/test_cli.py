@@ -164,6 +164,13 @@ def test_sampling_flags_reach_the_engine(fake: type[FakeEngine]) -> None:
 
 
 @pytest.mark.unit
+def test_a_dict_is_given_as_json(fake: type[FakeEngine]) -> None:
+    assert sampling_of("--logit-bias", '{"5": -1.5, "6": -Infinity}').logit_bias == (
+        SamplingParams(logit_bias={5: -1.5, 6: float("-inf")}).logit_bias
+    )
+
+
+@pytest.mark.unit
 def test_none_means_up_to_the_context(fake: type[FakeEngine]) -> None:
     assert sampling_of("--max-new-tokens", "none").max_new_tokens is None
 
@@ -205,6 +212,7 @@ def test_model_path_is_the_same_flag(command: str, fake: type[FakeEngine], typed
         (["generate", "x", "--max-new-tokens", "many"], "invalid int value: 'many'"),
         (["generate", "x", "--dtype", "float8"], "invalid choice: 'float8'"),
         (["generate", "x", "--tempratur", "1"], "unrecognized arguments"),
+        (["generate", "x", "--logit-bias", "{5}"], "invalid JSON value: '{5}'"),
         (["talk"], "invalid choice: 'talk'"),
         ([], "required"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,10 +81,19 @@ def _parsing(name: str, hint: Any, choices: Sequence[str] | None) -> dict[str, A
         return {"action": "append", "metavar": "TEXT"}
     if plain == {tuple[int, ...]}:
         return {"action": "append", "type": int, "metavar": "ID"}
+    if plain == {tuple[tuple[int, float], ...]}:
+        return {"type": _from_json, "metavar": "JSON"}
     for number in (int, float):
         if plain == {number}:
             return {"type": _or_none(number) if types.NoneType in members else number, "metavar": "N"}
     return {"metavar": "TEXT"}
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text)
+
+
+_from_json.__name__ = "JSON"  # argparse names the type in its complaint
 
 
 def _or_none(number: type[int] | type[float]) -> Callable[[str], int | float | None]:
