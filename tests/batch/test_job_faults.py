@@ -86,6 +86,10 @@ def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: 
         ({"sampling_params": None}, "sampling_params must be a dict, got None"),
         ({"options": None}, "options must be a dict, got None"),
         ({"options": [1]}, "options must be a dict"),
+        ({"options": {1: 2}}, "options: names must be strings, got 1"),
+        ({"options": {"stream": True}}, "options: stream is no keyword of all rows of a job"),
+        ({"options": {"prompt": "Hi"}}, "options: prompt is no keyword of all rows of a job"),
+        ({"options": {"hidden_states_format": "numpy"}}, "hidden_states_format must be 'list' in a job"),
         ({"prompt_column": 5}, "prompt_column must be a string, got 5"),
         ({"params_column": 5}, "params_column must be a string"),
         ({"tools_column": 5}, "tools_column must be a string"),
@@ -104,6 +108,16 @@ def test_arguments_of_the_wrong_type_are_told_before_any_work(
     with pytest.raises(InvalidArgument) as raised:
         do(capitals(1), **arguments)
     assert told in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_what_is_no_engine_is_told_before_any_work(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", capitals(1))
+    name: Any = "tiny"
+    with pytest.raises(
+        WrongType, match=r"engine must be an Engine, got 'tiny' .*; name a model as model_path"
+    ):
+        batch.run(source, engine=name)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.batch.sources import FORMATS
-from tokenmill.errors import WrongType
+from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.sampling_params import check_flag, check_real, check_text, check_whole, show
 
+# Arguments of generate() that a job gives itself, row by row.
+_NO_OPTIONS = {"prompt", "input_ids", "sampling_params", "rid", "stream", "on_error"}
 _TEXTS = ("split", "prompt_column", "messages_column", "template", "system", "tools_column", "params_column")
 
 
@@ -62,6 +64,21 @@ class JobConfig:
         for name in ("sampling_params", "options"):
             if not isinstance(getattr(self, name), Mapping):
                 raise WrongType(f"{name} must be a dict, got {show(getattr(self, name))}")
+        _check_options(self.options)
         if self.timeout not in (None, math.inf):
             check_real("timeout", self.timeout, minimum=0, above=True)
         check_whole("seed", self.seed, minimum=-(2**63), maximum=2**64 - 1)
+
+
+def _check_options(options: Mapping[Any, Any]) -> None:
+    """Raise for what would have no effect in a job, or that its files cannot hold."""
+    for name in options:
+        if not isinstance(name, str):
+            raise WrongType(f"options: names must be strings, got {show(name)}")
+        if name in _NO_OPTIONS:
+            raise InvalidArgument(f"options: {name} is no keyword of all rows of a job; leave it out")
+    states = options.get("hidden_states_format")
+    if states not in (None, "list"):
+        raise InvalidArgument(
+            f"options: hidden_states_format must be 'list' in a job, got {show(states)}; files hold no arrays"
+        )

@@ -36,9 +36,9 @@ from tokenmill.batch.sources import open_source
 from tokenmill.batch.table_output import TableOutput
 from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, UnknownArgument, did_you_mean
+from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
 from tokenmill.frontend.planning import Plan
-from tokenmill.sampling_params import SamplingParams
+from tokenmill.sampling_params import SamplingParams, show
 
 if TYPE_CHECKING:
     from tokenmill.engine import Engine
@@ -91,6 +91,8 @@ class BatchJob:
         **arguments: Any,
     ) -> None:
         """As `run`. Looks at arguments and source, and changes nothing yet."""
+        if engine is not None:
+            _check_engine(engine)
         ours, self._engine_arguments = _shared_out(arguments, has_engine=engine is not None)
         self._config = config = JobConfig(**ours)
         self._engine = engine
@@ -278,6 +280,13 @@ def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
 
 def _name_of(engine: Engine) -> str:
     return engine.config.served_model_name or engine.config.model_path
+
+
+def _check_engine(value: object) -> None:
+    from tokenmill.engine import Engine  # whoever has one has imported it
+
+    if not isinstance(value, Engine):
+        raise WrongType(f"engine must be an Engine, got {show(value)}; name a model as model_path")
 
 
 @contextlib.contextmanager
