@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import math
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from pathlib import Path
@@ -182,6 +183,15 @@ def test_csv_has_every_column_of_any_row(tmp_path: Path) -> None:
         "a,n,error,list",
         "x,1,,",
         ',,"{""type"": ""timeout""}","[1, ""é""]"',
+    ]
+
+
+def test_what_json_has_not_is_a_text_or_nothing_in_csv(tmp_path: Path) -> None:
+    rows = [{"date": datetime.date(2020, 1, 2), "bytes": b"ab", "nan": math.nan, "list": [math.nan]}]
+    write_table(tmp_path / "out.csv", again(rows), format="csv")
+    assert (tmp_path / "out.csv").read_text().splitlines() == [
+        "date,bytes,nan,list",
+        "2020-01-02,YWI=,,[null]",
     ]
 
 

@@ -7,6 +7,7 @@ has no one type in its column, and in CSV whatever is no text, becomes JSON.
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -54,10 +55,16 @@ def _write_csv(path: Path, rows: Rows, *, delimiter: str) -> None:
 
 
 def _cell(value: Any) -> str:
-    """A text as it is, nothing for null, JSON for everything else."""
-    if value is None:
+    """A text as it is, nothing for null, JSON for everything else.
+
+    What JSON tells as a text or as null, such as a date or NaN, is one here as well.
+    """
+    if isinstance(value, str):
+        return value
+    told = json_bytes(value).decode()
+    if told == "null":
         return ""
-    return value if isinstance(value, str) else json_bytes(value).decode()
+    return str(json.loads(told)) if told.startswith('"') else told
 
 
 # ── Parquet ───────────────────────────────────────────────────────────────────────────────────
