@@ -439,7 +439,7 @@ def test_a_job_runs_where_the_shell_has_closed_the_standard_streams(tmp_path: Pa
 
 
 def tokenmill_process(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tokenmill.cli", *arguments]
+    command = [sys.executable, "-m", "tokenmill", *arguments]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, text=True, **{**pipes, **options})
 

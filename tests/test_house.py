@@ -36,6 +36,7 @@ GRANTS: dict[str, set[str]] = {
     # Thin shells for users of SGLang's module names.
     "utils": {"__init__", "engine", "frontend"},
     "test": {"__init__"},
+    "__main__": {"cli"},
     "cli": {"__init__", "server", "batch", "bench", "engine", "flags"},
     "flags": set(),
     "bench": {"engine"},
