@@ -309,7 +309,7 @@ def test_several_prompts_come_in_input_order(
 def test_lines_of_standard_input_are_prompts(
     fake: type[FakeEngine], typed: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed("first \r\n\n  \nsecond")
+    typed("\ufefffirst \r\n\n  \nsecond")
     assert main(["generate", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["first ", "second"]

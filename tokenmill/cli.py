@@ -151,7 +151,8 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
         )
 
     titles = "; ".join(f"{name}: {workload.title}" for name, workload in bench.WORKLOADS.items())
-    add("workloads", f"which ones (default: all) {titles}", nargs="+", metavar="NAME")
+    usual = " ".join(bench.DEFAULT_WORKLOADS)
+    add("workloads", f"which ones (default: {usual}) {titles}", nargs="+", metavar="NAME")
     add("requests", "requests of each workload (default: its own number)", type=int, metavar="N")
     add("repeats", f"runs that are counted (default: {bench.Choice.repeats})", type=int, metavar="N")
     scale = f"factor for all lengths, up to 1 (default: 1, on a CPU {bench.CPU_SCALE:g})"
@@ -188,7 +189,8 @@ def _generate(options: argparse.Namespace) -> int:
 def _lines_of(stream: TextIO) -> list[str]:
     if stream.isatty():
         return []  # nobody knows that they should type now
-    return [line.rstrip("\r\n") for line in stream if line.strip()]
+    text = stream.read().removeprefix("\ufeff")  # the mark that some editors put before UTF-8
+    return [line.rstrip("\r") for line in text.split("\n") if line.strip()]
 
 
 def _in_order(chunks: Iterable[dict[str, Any]], count: int) -> Iterator[tuple[int, dict[str, Any]]]:
