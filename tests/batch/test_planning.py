@@ -11,7 +11,7 @@ import pytest
 
 from tests.batch.records import ListSource
 from tokenmill.batch.job import BatchJob
-from tokenmill.batch.planning import plan_job, predicted_and_actual, save_plan, saved_plan
+from tokenmill.batch.planning import plan_job, predicted_and_actual, save_plan, saved_plan, subject_of
 from tokenmill.batch.rows import ColumnRows, RowForm
 from tokenmill.batch.sources import open_source
 
@@ -75,14 +75,25 @@ def test_a_plan_is_of_the_source_as_it_is(tiny_engine: Any, tmp_path: Path) -> N
     source = open_source(path)
     plan = plan_job(source, ColumnRows(RowForm(), source), tiny_engine)
     kept = tmp_path / "kept.plan"
-    assert saved_plan(source, kept) is None
-    save_plan(plan, source, kept)
-    assert saved_plan(open_source(path), kept) == json.loads(json.dumps(plan.to_dict()))
+    subject = subject_of(source, {})
+    assert saved_plan(subject, kept) is None
+    save_plan(plan, subject, kept)
+    assert saved_plan(subject_of(open_source(path), {}), kept) == json.loads(json.dumps(plan.to_dict()))
     write(path, rows(4))
-    assert saved_plan(open_source(path), kept) is None
-    for damaged in ("", "[]", "{}", '{"source": 1, "plan": 2}', "\x00"):
+    assert saved_plan(subject_of(open_source(path), {}), kept) is None
+    for damaged in ("", "[]", "{}", '{"subject": 1, "plan": 2}', "\x00"):
         kept.write_text(damaged)
-        assert saved_plan(open_source(path), kept) is None
+        assert saved_plan(subject, kept) is None
+
+
+def test_a_plan_of_other_parameters_is_not_compared(tiny_engine: Any, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    planned = {"max_new_tokens": 2, "ignore_eos": True}
+    BatchJob(source, engine=tiny_engine, sampling_params=planned).plan()
+    for params, is_compared in (({**planned, "max_new_tokens": 3}, False), (planned, True)):
+        job = BatchJob(source, engine=tiny_engine, sampling_params=params)
+        job.run()
+        assert ("plan" in job.summary()) == is_compared
 
 
 def test_long_jobs_are_guessed_from_groups_of_neighbours(tiny_engine: Any) -> None:

@@ -27,7 +27,13 @@ from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.openai_format import OpenAIOutput, OpenAIRows, is_batch_file
 from tokenmill.batch.openai_parts import PromptRows
 from tokenmill.batch.outputs import OutputFormat, RowOutput
-from tokenmill.batch.planning import plan_job, predicted_and_actual, save_plan, saved_plan
+from tokenmill.batch.planning import (
+    plan_job,
+    predicted_and_actual,
+    save_plan,
+    saved_plan,
+    subject_of,
+)
 from tokenmill.batch.progress import Progress
 from tokenmill.batch.report import write_report
 from tokenmill.batch.row_count import RowCount
@@ -118,7 +124,7 @@ class BatchJob:
             self.resumed = not is_first
             engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
             self._facts = engine_facts(engine)
-            self._saved_plan = saved_plan(self._source, self.files.plan)
+            self._saved_plan = saved_plan(self._subject(engine), self.files.plan)
             self.figures.started(num_rows=self._source.num_rows, plan=self._saved_plan)
             stack.enter_context(RowCount(self._source, self.figures))
             look = partial(look_at_device, engine, self.figures)
@@ -144,8 +150,9 @@ class BatchJob:
                 options=self._options(),
                 keys=self._keys(engine),
             )
+            subject = self._subject(engine)
         with _warning_of_disk(self.files.plan):
-            save_plan(made, self._source, self.files.plan)
+            save_plan(made, subject, self.files.plan)
         return made
 
     def summary(self) -> dict[str, Any]:
@@ -223,6 +230,14 @@ class BatchJob:
         rows = engine.open_rows()
         model = fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
         return Keys(model, seed=self._config.seed)
+
+    def _subject(self, engine: Engine) -> str:
+        """What a plan of this job is about."""
+        asked = {
+            name: getattr(self._config, name) for name in (*_FORM_ARGUMENTS, "sampling_params", "options")
+        }
+        facts = engine_facts(engine)
+        return subject_of(self._source, asked | {name: facts[name] for name in ("model_path", "tokenmill")})
 
     def _options(self) -> dict[str, Any]:
         timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}

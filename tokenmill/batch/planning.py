@@ -6,6 +6,7 @@ and memory are the matter of `frontend/planning.py`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
@@ -160,20 +161,25 @@ def _groups(source: Source) -> Iterator[list[Record]]:
 # ── before and after ──────────────────────────────────────────────────────────────────────────
 
 
-def save_plan(plan: Plan, source: Source, path: Path) -> None:
-    """Keep the plan of a source for when the job has run. Raises OSError."""
-    path.write_text(json.dumps({"source": source.fingerprint(), "plan": plan.to_dict()}), encoding="utf-8")
+def subject_of(source: Source, asked: Mapping[str, Any]) -> str:
+    """What a plan is about as one word: the source as it is, and what is asked of its rows."""
+    return hashlib.sha256(repr((source.fingerprint(), asked)).encode(errors="replace")).hexdigest()[:32]
 
 
-def saved_plan(source: Source, path: Path) -> dict[str, Any] | None:
-    """The plan that was made of the source as it is now; None if there is none that can be read."""
+def save_plan(plan: Plan, subject: str, path: Path) -> None:
+    """Keep the plan for when the job has run. Raises OSError."""
+    path.write_text(json.dumps({"subject": subject, "plan": plan.to_dict()}), encoding="utf-8")
+
+
+def saved_plan(subject: str, path: Path) -> dict[str, Any] | None:
+    """The plan that was made of the same; None if there is none that can be read."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         plan = saved["plan"]
-        is_of_source = saved["source"] == source.fingerprint()
+        is_same = saved["subject"] == subject
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return plan if is_of_source and isinstance(plan, dict) else None
+    return plan if is_same and isinstance(plan, dict) else None
 
 
 def predicted_and_actual(plan: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
