@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -118,6 +119,18 @@ def test_the_table_finds_every_key_among_any_others(keys: list[bytes], num_alike
     for offset, key in enumerate(keys):
         assert offset in list(table.offsets(key))
     assert all(10_000 + filler in list(table.offsets(key_of(filler))) for filler in range(1500))
+
+
+def test_the_table_grows_within_its_bound() -> None:
+    table = KeyTable()
+    tracemalloc.start()
+    try:
+        for number in range(12_000):
+            table.add(key_of(number), number)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 80 * 10_922, "when it last grew, it had so many entries"
 
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────

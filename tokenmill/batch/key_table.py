@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import chain
 
 KEY_BYTES = 16
 _FIRST_SLOTS = 1 << 10
@@ -14,7 +15,7 @@ _64_BITS = 2**64 - 1
 
 
 class KeyTable:
-    """A mapping from keys of 16 bytes to offsets, at most 48 bytes an entry, however many there are.
+    """A mapping from keys of 16 bytes to offsets, at most 48 bytes an entry, 72 for the moment when it grows.
 
     It holds half of each key, so whoever reads the record at an offset compares the whole key there.
     """
@@ -43,8 +44,9 @@ class KeyTable:
             slot = (slot + 1) & mask
 
     def _make_slots(self, count: int) -> None:
-        self._halves = array("Q", bytes(8 * count))
-        self._places = array("Q", bytes(8 * count))  # offset + 1; 0: the slot is free
+        free = array("Q", [0])
+        self._halves = free * count
+        self._places = free * count  # offset + 1; 0: the slot is free
 
     def _place(self, half: int, place: int) -> None:
         mask = len(self._halves) - 1
@@ -59,7 +61,7 @@ class KeyTable:
         self._make_slots(2 * len(halves))
         # From a free slot on, round the table: entries of the same half keep their order.
         first = next(slot for slot, place in enumerate(places) if not place)
-        for slot in (*range(first, len(places)), *range(first)):
+        for slot in chain(range(first, len(places)), range(first)):
             if places[slot]:
                 self._place(halves[slot], places[slot])
 
