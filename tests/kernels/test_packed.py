@@ -7,6 +7,7 @@ import torch
 
 from tokenmill.kernels import native, native_calls, packed
 from tokenmill.kernels.native_calls import ColumnWeight
+from tokenmill.layers.linear import can_pack
 
 KERNELS = native.library(torch.bfloat16)
 TILED = KERNELS is not None and native_calls.most_tiled_rows(KERNELS) > 0
@@ -109,3 +110,19 @@ def test_tiles_and_onednn_take_turns() -> None:
             assert torch.equal(packed.product(x, packed_weight, None, columns), first[num_rows])
     for num_rows, x in rows.items():
         assert_close(first[num_rows], x, weight, None)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this machine does not pack")
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (96, 64), (1100, 1000)])
+def test_products_of_any_number_of_rows(num_outputs: int, num_inputs: int) -> None:
+    """oneDNN gets few different numbers of rows, callers as many as they gave."""
+    weight, bias = numbers(num_outputs, num_inputs).float(), numbers(num_outputs).float()
+    for num_rows in (0, 1, 7, 8, 9, 31, 33, 100):
+        x = numbers(num_rows, num_inputs).float()
+        ours = packed.product(x, packed.pack(weight), bias)
+        assert ours.shape == (num_rows, num_outputs)
+        exact = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-4)
+    given = {packed.padded_rows(count, weight.numel()) for count in range(1025)}
+    assert len(given) <= 8 + 1 + 1024 // 8
+    assert all(0 <= packed.padded_rows(count, weight.numel()) - count < 16 for count in range(1025))

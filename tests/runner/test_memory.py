@@ -42,6 +42,7 @@ def num_pages(
         max_step_tokens=512,
         steps_in_flight=1,
         cuda_graphs=True,
+        deterministic=False,
     )
     return memory._num_pages(
         read_spec(Path(config.model_path)), step_bytes, config=config, placement=placement

@@ -38,6 +38,7 @@ def placement(*, max_step_tokens: int = 512, max_running_requests: int = 8) -> P
         max_step_tokens=max_step_tokens,
         steps_in_flight=1,
         cuda_graphs=False,
+        deterministic=False,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+import torch.nn.functional as F
 
 from tokenmill.kernels import native, native_calls
 from tokenmill.kernels.native_calls import ColumnWeight
@@ -17,6 +18,9 @@ from tokenmill.kernels.native_calls import ColumnWeight
 _EXPECTED_ROWS = 16
 _TILE_INPUTS = 32
 _WIDTHS = (16, 32, 48, 64)  # of columns that the kernel knows
+# Rows are filled up to a multiple of this: a row more costs little, with a small weight next to nothing.
+_SMALL_WEIGHT = 2**20  # numbers
+_ROW_STEP, _SMALL_ROW_STEP = 8, 16
 
 
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -38,8 +42,23 @@ def product(
             return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
         if len(x_NI) == 1:
             return native_calls.product(kernels, "product_of_row", x_NI.contiguous(), columns, bias_O)
+    num_rows, padded = len(x_NI), padded_rows(len(x_NI), packed.numel())
+    if padded > num_rows:
+        x_NI = F.pad(x_NI, (0, 0, 0, padded - num_rows))
     y_NO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, packed, bias_O, "none", [], "")
-    return y_NO
+    return y_NO[:num_rows]
+
+
+def padded_rows(num_rows: int, num_weights: int) -> int:
+    """How many rows oneDNN is given.
+
+    For every number of them it compiles another kernel, in 1 to 5 milliseconds, and keeps it in up to several
+    megabytes, and steps differ by a few rows all the time.
+    """
+    if num_rows <= _ROW_STEP:
+        return num_rows
+    step = _SMALL_ROW_STEP if num_weights <= _SMALL_WEIGHT else _ROW_STEP
+    return -(-num_rows // step) * step
 
 
 def columns(packed: torch.Tensor, weight_OI: torch.Tensor) -> ColumnWeight | None:
