@@ -64,6 +64,19 @@ def test_other_paths_are_looked_at_as_well(do: Callable[..., Any], name: str) ->
         do(capitals(1), **{name: "x" * 300})
 
 
+@pytest.mark.skipif(os.name == "nt", reason="files have no such permissions there")
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_an_output_that_is_replaced_keeps_its_permissions(
+    do: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    output = tmp_path / name
+    output.touch()
+    output.chmod(0o600)
+    do(capitals(3), name, overwrite=True)
+    assert output.stat().st_size > 0
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_link_stays_and_leads_to_the_output(do: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     link = tmp_path / "out.jsonl"

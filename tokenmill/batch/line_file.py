@@ -6,7 +6,9 @@ line, but for the end of one of many megabytes while it is written.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -114,6 +116,8 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 def _take_place(new: Path, path: Path) -> None:
     with disk_of(path):
+        with contextlib.suppress(FileNotFoundError):  # who may read it was decided by whoever made it
+            new.chmod(stat.S_IMODE(path.stat().st_mode))
         os.replace(new, path)
         sync_folder(path)
 
