@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tokenmill as sgl
+from tests import random_calls
 from tokenmill import batch
 from tokenmill.errors import InvalidArgument
 
@@ -80,6 +81,32 @@ def test_rows_have_the_same_bits_on_every_way(
         assert numbers_of(engine, 12) == expected  # the second time from the cache
     with sgl.Engine(**common, **arguments) as engine:
         assert numbers_of(engine, size) == expected
+
+
+def assert_calls_are_equal(folder: Path, device: str, dtype: str, seed: int) -> None:
+    """Rows with random features, under random pressure, against each of them computed alone and plainly."""
+    rng = random.Random(seed)
+    calls = random_calls.draw_calls(rng, 20)
+    common = {"model_path": str(folder), "device": device, "dtype": dtype, "max_total_tokens": 30_000}
+    common |= {"enable_deterministic_inference": True}
+    with sgl.Engine(**common, **random_calls.PLAIN) as engine:
+        expected = random_calls.one_by_one(engine, calls)
+    with sgl.Engine(**common | random_calls.draw_pressure(rng)) as engine:
+        for _ in range(2):  # the second time from the cache, and on a GPU by graphs
+            found = random_calls.at_once(engine, calls, rng)
+            for call, result, wanted in zip(calls, found, expected, strict=True):
+                assert result == wanted, call
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("family", "settings"), [("qwen3", {}), ("mistral", {"sliding_window": 24})], ids=["qwen3", "mistral"]
+)
+def test_random_rows_under_pressure(
+    make_model: Callable[..., Path], family: str, settings: dict[str, Any], seed: int
+) -> None:
+    folder = make_model(family, head_dim=64, **LONG, **settings)
+    assert_calls_are_equal(folder, "cpu", "bfloat16", seed)
 
 
 def outputs_of_jobs(engine: sgl.Engine, folder: Path, name: str, stops: list[int]) -> bytes:

@@ -92,6 +92,19 @@ def part_of(layout: StepLayout, begin: int, end: int, *, row: int, first: int) -
     )
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("family", "dtype", "settings"),
+    [("qwen2", "bfloat16", {}), ("mistral", "float16", {"sliding_window": 24})],
+    ids=["qwen2", "mistral"],
+)
+def test_random_rows_under_pressure(
+    make_model: Callable[..., Path], family: str, dtype: str, settings: dict[str, Any], seed: int
+) -> None:
+    folder = make_model(family, head_dim=64, max_position_embeddings=1024, **settings)
+    load("test_deterministic.py").assert_calls_are_equal(folder, "cuda", dtype, seed)
+
+
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("llama", "float16")])
 def test_rows_have_the_same_bits_on_every_way(
     make_model: Callable[..., Path], tmp_path: Path, family: str, dtype: str
