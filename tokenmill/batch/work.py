@@ -7,7 +7,6 @@ by is decided in `keys.py`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -171,7 +170,7 @@ class Work:
         """Some samples of a row, as an entry to be run."""
         self._num_flown += 1
         self._flying[self._num_flown] = (row, [*numbers])
-        entry = Entry(self._num_flown, dataclasses.replace(job, requests=seeded(job.requests, row.key)), None)
+        entry = Entry(self._num_flown, job.with_requests(seeded(job.requests, row.key)), None)
         return entry if len(numbers) == len(job.requests) else entry.only(numbers)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,8 @@ import copy
 import random
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,6 +68,13 @@ class Job:
     returns_errors: bool = False  # results tell what fails; otherwise it is raised
     # What is wrong with requests, by their place among `requests`; these are never run.
     errors: Mapping[int, RowError] = field(default_factory=dict)
+
+    def with_requests(self, requests: tuple[Request, ...]) -> Job:
+        """The same of other requests; `dataclasses.replace` takes several times as long."""
+        return Job(requests, *_behind_requests(self))
+
+
+_behind_requests = attrgetter(*(each.name for each in fields(Job)[1:]))
 
 
 @dataclass(frozen=True, slots=True)
