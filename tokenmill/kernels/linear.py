@@ -54,10 +54,13 @@ def _product(
         from tokenmill.kernels import triton_linear
 
         return triton_linear.linear(x_NI, weight_OI, bias_O, gated=gated)
-    tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
-    if tiled is not None:
-        return tiled
-    y_NO = _invariant(x_NI, weight_OI, bias_O) if is_invariant() else F.linear(x_NI, weight_OI, bias_O)
+    if is_invariant():
+        y_NO = _invariant(x_NI, weight_OI, bias_O)
+    else:
+        tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
+        if tiled is not None:
+            return tiled
+        y_NO = F.linear(x_NI, weight_OI, bias_O)
     return gated_silu(y_NO) if gated else y_NO
 
 
@@ -139,10 +142,7 @@ def _tiled(
     may_split: bool,
 ) -> torch.Tensor | None:
     """The product by our own tiles, where they are known to be faster. They are slow to launch."""
-    if (
-        not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed())
-        or is_invariant()
-    ):
+    if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
         return None
     from tokenmill.kernels.triton_attention import has_hopper_kernels, num_processors
 
