@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
-from tokenmill.kernels.triton_overlap import overlap_options, wait_for_inputs
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Measured on an H200: four programs to a processor, each with two tiles on their way.
 PROGRAMS_PER_PROCESSOR = 4
@@ -141,6 +141,7 @@ def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, ou
         **constants,
         PIECES=PIECES_AT_ONCE,
         num_warps=1,
+        **overlap_options(q_RHD.device),
     )
 
 
@@ -239,6 +240,7 @@ def _balanced_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP)  # not before: the next kernel reads the cuts at once
     run = tl.program_id(1)
     begin = tl.load(cuts + run)
     end = tl.load(cuts + run + 1)
@@ -300,13 +302,16 @@ def _join_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of the row that ends in a run, but began in another one."""
+    let_next_begin(OVERLAP)
     head = tl.program_id(0)
     run = tl.program_id(1)
     num_runs = tl.num_programs(1)
     row = tl.load(cuts + num_runs + 1 + run)
     opening = tl.load(cuts + 2 * (num_runs + 1) + run)
+    wait_for_inputs(OVERLAP)
     if row < 0:
         return
     columns = tl.arange(0, BLOCK_DIM)
