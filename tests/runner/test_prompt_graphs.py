@@ -144,6 +144,51 @@ def test_drawn_tokens_are_those_of_plain_steps(
     assert graphs_on_the_cpu.replayed == replayed
 
 
+def test_rows_with_extras_get_what_plain_steps_give_them(
+    make_model: Callable[..., Path], graphs_on_the_cpu: Calls
+) -> None:
+    """Such steps end before the logits, and what is drawn from them is up to what the rows ask for."""
+    changes: list[dict[str, Any]] = [
+        {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
+        {},
+        {"logit_bias": {"7": 3.0, "9": 4.0}},
+        {"min_new_tokens": 3, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 2))},
+        {"temperature": 0.9, "top_p": 0.8, "sampling_seed": 5},
+        {"custom_params": {"token_ids": [3, 5, 8]}},
+    ]
+
+    def run(**settings: Any) -> list[Any]:
+        arguments = {"chunked_prefill_size": 12, "max_running_requests": 4, "dtype": "float32"}
+        greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 4}
+        folder = make_model("qwen3", num_hidden_layers=2)
+        with sgl.Engine(model_path=str(folder), device="cpu", **arguments, **settings) as engine:
+            results = engine.generate(
+                input_ids=prompts(),
+                sampling_params=[{**greedy, **change} for change in changes],
+                return_logprob=[True, False, True, False, True, True],
+                top_logprobs_num=2,
+                return_hidden_states=[False, "last", False, False, True, False],
+                custom_logit_processor=[None] * 5 + ["allowed_tokens"],
+            )
+        names = ("output_token_logprobs", "output_top_logprobs", "hidden_states")
+        return [(r["output_ids"], *(r["meta_info"].get(name) for name in names)) for r in results]
+
+    found, replayed = run(), graphs_on_the_cpu.replayed
+    assert replayed > 3
+    for one, other in zip(found, run(disable_cuda_graph=True), strict=True):
+        assert one[0] == other[0]
+        assert numbers_in(one[1:]) == pytest.approx(numbers_in(other[1:]), abs=1e-4)
+    assert graphs_on_the_cpu.replayed == replayed
+    assert set(found[5][0]) <= {3, 5, 8}
+
+
+def numbers_in(nested: Any) -> list[float]:
+    """All numbers in lists of lists."""
+    if isinstance(nested, list | tuple):
+        return [number for item in nested for number in numbers_in(item)]
+    return [] if nested is None else [float(nested)]
+
+
 def test_without_memory_for_a_graph_steps_are_plain(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],

@@ -125,9 +125,14 @@ class EagerSteps:
         hidden_ND = self._executor.forward(step.token_ids_T, step.layout, needed_N=needed_N)
         num_drawing = 0 if inputs is None else len(inputs.slots_Q)
         shown = show(self._executor, self._rows, plan, asked, hidden_ND[num_drawing:]) if asked else []
+        return self.part(plan, inputs, hidden_ND[:num_drawing], shown)
+
+    def part(
+        self, plan: StepPlan, inputs: SamplingInputs | None, hidden_QD: torch.Tensor, shown: list[Shown]
+    ) -> Part:
+        """A step whose hidden states are there, those of the rows that draw."""
         if inputs is None:
             return Part(plan, None, None, shown)
-        hidden_QD = hidden_ND[:num_drawing]
         made = Unsampled(self._executor.logits(hidden_QD), hidden_QD, inputs.slots_Q, inputs.columns)
         return Part(plan, inputs, made, shown)
 

@@ -3,6 +3,7 @@
 Launching a step kernel by kernel takes the host longer than the device takes for some thousand tokens of a
 small model. A graph has room for a number of tokens, of which the first belong to rows that decode, however
 many there are. What is left over is a prompt of the spare row, so that every number in a step is finite.
+A late one ends before the logits: graphs that kept the logits of all their rows would fill the memory.
 
 Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
 """
@@ -114,13 +115,14 @@ class PromptGraphs:
         self._steps: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, _Captured] = {}
 
-    def replay(self, plan: StepPlan) -> tuple[torch.Tensor, LongArray] | None:
-        """Queue a step; the tokens (int64) that it draws, and which of them are those of the rows that draw.
+    def replay(self, plan: StepPlan, *, late: bool = False) -> tuple[torch.Tensor, LongArray] | None:
+        """Queue a step; what it makes of each row (R), and which of these are the rows that draw.
 
-        They are valid until the next replay. No row may have extras.
+        It makes the tokens that it draws (int64); if `late`, the hidden states of the rows' last tokens
+        [R, D], and only then rows may have extras. They are valid until the next replay.
         The rows must be up to date with the plan, page tables included. None: there is no graph for it (yet).
         """
-        shape = self._shape(plan)
+        shape = self._shape(plan, late=late)
         shape = None if shape is None else self._captured_shape(shape)
         if shape is None:
             return None
@@ -130,7 +132,7 @@ class PromptGraphs:
         captured.graph.replay()
         return captured.graph.made, _row_places(plan, shape)[plan.samples]
 
-    def _shape(self, plan: StepPlan) -> StepShape | None:
+    def _shape(self, plan: StepPlan, *, late: bool) -> StepShape | None:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
         if num_tokens > self._most_tokens or num_prompts >= _PROMPTS[-1]:
             return None
@@ -147,7 +149,7 @@ class PromptGraphs:
             prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
             long_queries=long_queries,
             long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
-            kind=step_kind(self._rows, plan),
+            kind=step_kind(self._rows, plan, late=late),
         )
 
     def _captured_shape(self, shape: StepShape) -> StepShape | None:
@@ -241,7 +243,7 @@ def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
 
 
 def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
-    """One step from what `pack` says of it, on the device; what the host is told of the draws of all rows."""
+    """One step from what `pack` says of it, on the device; see `PromptGraphs.replay`."""
     state, kind = rows.state, shape.kind
     tokens, step_rows, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
     slot_T, position_T, given_T = tokens.to(torch.int64).view(3, -1)
@@ -263,6 +265,8 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_RD = executor.forward_for_graph(token_id_T, layout, needed_N=last_R)
+    if kind.late:
+        return hidden_RD
     draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), kind.needs)
     state.last_token_S[drawing_R] = draw.tokens_R
     return draw.told_R

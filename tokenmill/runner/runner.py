@@ -27,6 +27,7 @@ from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
+from tokenmill.runner.insight import wishes
 from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.memory import PoolSize, build_executor
 from tokenmill.runner.profile import Profiler
@@ -41,6 +42,10 @@ from tokenmill.sampling import SamplingNeeds
 _log = logging.getLogger("tokenmill")
 
 
+# Drawn by its graph, up to its logits in a graph, or up to there in parts.
+_Work = DrawnPart | Unsampled | list[Part]
+
+
 @dataclass(frozen=True, slots=True)
 class _Graphs:
     decodes: DecodeGraphs
@@ -51,11 +56,11 @@ class _Graphs:
 
 @dataclass(slots=True)
 class _Launched:
-    """A launched step: drawn by its graph, up to its logits in a graph, or in parts kernel by kernel."""
+    """A launched step."""
 
     plan: StepPlan
     runnable: StepPlan  # its rows that can be computed; the plan itself where none of them can
-    work: DrawnPart | Unsampled | list[Part]
+    work: _Work
 
 
 class LocalRunner:
@@ -188,7 +193,7 @@ class LocalRunner:
             losses.fail_all(plan, self._quarantine.judge(error))
         return Results(plan, [], losses, self._device)
 
-    def _try_replay(self, plan: StepPlan) -> DrawnPart | Unsampled | None:
+    def _try_replay(self, plan: StepPlan) -> _Work | None:
         """As `_replay`, which may also fail."""
         try:
             return self._replay(plan)
@@ -197,7 +202,7 @@ class LocalRunner:
         self._rows.write_pages(plan)
         return None
 
-    def _replay(self, plan: StepPlan) -> DrawnPart | Unsampled | None:
+    def _replay(self, plan: StepPlan) -> _Work | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
         graphs, late = self._graphs, self._rows.extras.are_late(plan.slots) or self._hides_stops(plan)
         only_decodes = plan.num_decodes == len(plan.slots)
@@ -206,13 +211,17 @@ class LocalRunner:
             if made is not None:
                 return _part(plan, made) if isinstance(made, Sampled) else made
         self._rows.write_pages(plan)
-        if graphs is None or only_decodes or late or self._rows.extras.exist(plan.slots):
+        if graphs is None or only_decodes or wishes(self._rows, plan):
             return None
-        replayed = graphs.prompts.replay(plan)
+        late = late or self._rows.extras.exist(plan.slots)
+        replayed = graphs.prompts.replay(plan, late=late)
         if replayed is None:
             return None
-        tokens, places = replayed
-        return DrawnPart(plan, Sampled(tokens, None), None, [], {}, places)
+        made_R, places = replayed
+        if late:
+            hidden_QD = made_R[self._rows.to_device(places)]
+            return [self._steps.part(plan, self._rows.sampling_inputs(plan), hidden_QD, [])]
+        return DrawnPart(plan, Sampled(made_R, None), None, [], {}, places)
 
     def _hides_stops(self, plan: StepPlan) -> bool:
         ends = plan.starts + plan.counts
