@@ -59,9 +59,13 @@ class FakeCompiler:
     def backend(self) -> FakeCompiler:
         return self
 
-    def fill_masks(self, matchers: Any, out: Any) -> None:
+    def accept(self, matchers: Any, tokens: Any) -> list[bool]:
+        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
+
+    def fill_masks(self, matchers: Any, out: Any) -> Any:
         for matcher, row in zip(matchers, out, strict=True):
             matcher.fill_mask(row)
+        return np.array([matcher.is_accepting for matcher in matchers])
 
 
 def guided(make_request: Make, **changes: Any) -> Any:
@@ -81,7 +85,7 @@ def test_a_request_waits_for_its_grammar(world: Any, make_request: Make) -> None
     assert list(world.outputs) == ["b"]
     assert not world.scheduler.idle
     guide = Guide(FakeMatcher([1] * 9), request, end_ids=())  # type: ignore[arg-type]
-    guide.accept = lambda token: None  # type: ignore[method-assign]
+    guide.note = lambda token: None  # type: ignore[method-assign]
     assert world.scheduler.compiled("a", guide) == []
     world.scheduler.check_invariants()
     world.run()
@@ -225,7 +229,24 @@ def test_min_new_tokens_beyond_the_grammar(make_request: Make) -> None:
 
 
 def test_a_token_that_does_not_follow_fails_the_request(make_request: Make) -> None:
-    _, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(0,))
-    guide.accept(8)
-    assert guide.finish is not None
-    assert guide.finish.status_code == 500
+    for is_noted in (False, True):
+        books, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(0,))
+        if is_noted:
+            guide.note(8)
+            books.masks([(3, guide)])
+        else:
+            guide.accept(8)
+        assert guide.finish is not None
+        assert guide.finish.status_code == 500
+        assert "token 8 " in str(guide.finish.message)
+
+
+def test_a_noted_token_counts_with_the_next_mask(make_request: Make) -> None:
+    books, guide = guide_of(make_request, FakeMatcher([7, 5]), stop_ids=(0,))
+    guide.note(7)
+    assert mask(books, guide) == {5}
+    guide.note(5)
+    assert mask(books, guide) == {0}
+    guide.note(0)
+    assert mask(books, guide) == {0}
+    assert guide.finish is None

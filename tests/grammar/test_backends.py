@@ -192,11 +192,34 @@ def test_many_masks_at_once_are_those_of_each(name: str) -> None:
     ]
     matchers = [templates[index % 4].new() for index in range(20)]
     together = np.zeros((20, library.num_words), dtype=np.int32)
-    library.fill_masks(matchers, together)
-    for matcher, row in zip(matchers, together, strict=True):
-        alone = np.zeros((1, library.num_words), dtype=np.int32)
-        library.fill_masks([matcher], alone)
-        assert (alone[0] == row).all()
+    random = np.random.default_rng(3)
+    for _ in range(4):
+        are_accepting = library.fill_masks(matchers, together)
+        assert are_accepting.tolist() == [matcher.is_accepting for matcher in matchers]
+        for matcher, row in zip(matchers, together, strict=True):
+            alone = np.zeros((1, library.num_words), dtype=np.int32)
+            library.fill_masks([matcher], alone)
+            assert (alone[0] == row).all()
+        going = [
+            (matcher, tokens)
+            for matcher, row in zip(matchers, together, strict=True)
+            if (tokens := allowed(row))
+        ]
+        drawn = [int(random.choice(tokens)) for _, tokens in going]
+        assert library.accept([matcher for matcher, _ in going], drawn) == [True] * len(going)
+    assert not all(are_accepting)
+    assert any(are_accepting)
+
+
+@each_backend
+def test_of_many_tokens_those_that_do_not_follow_are_told(name: str) -> None:
+    library = backend(name)
+    template = library.compile(Grammar("regex", "[ab]+"))
+    matchers = [template.new() for _ in range(50)]
+    tokens = [tokenizer().encode("b" if index % 7 == 3 else "a")[0] for index in range(50)]
+    tokens[20] = tokenizer().encode("c")[0]
+    assert library.accept(matchers, tokens) == [index != 20 for index in range(50)]
+    assert all(matcher.accept(tokens[0]) for index, matcher in enumerate(matchers) if index != 20)
 
 
 def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +236,16 @@ def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPat
         plain.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}')).new() for _ in matchers
     ]
     for _ in range(12):
-        library.fill_masks(matchers, together)
-        for matcher, follower, row in zip(matchers, followers, together, strict=True):
-            plain.fill_masks([follower], alone)
+        are_accepting = library.fill_masks(matchers, together)
+        going, drawn = [], []
+        for matcher, follower, row, end in zip(matchers, followers, together, are_accepting, strict=True):
+            assert plain.fill_masks([follower], alone) == [end]
             assert (alone[0] == row).all()
             if tokens := allowed(row):  # else the object is complete
-                token = int(random.choice(tokens))
-                assert matcher.accept(token)
-                assert follower.accept(token)
+                going.append(matcher)
+                drawn.append(int(random.choice(tokens)))
+                assert follower.accept(drawn[-1])
+        assert library.accept(going, drawn) == [True] * len(going)
 
 
 @each_backend

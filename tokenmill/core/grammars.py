@@ -13,9 +13,9 @@ from functools import cache, partial
 import numpy as np
 
 from tokenmill.config import EngineConfig
-from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
+from tokenmill.grammar import Backend, BadGrammar, Compiler, Matcher, Template
 from tokenmill.grammar.backends import check_backend, open_backend
-from tokenmill.messages import EngineFacts, Finish, IntArray, Request, TokenMasks
+from tokenmill.messages import BoolArray, EngineFacts, Finish, IntArray, Request, TokenMasks
 
 Words = tuple[tuple[int, np.int32], ...]
 
@@ -32,28 +32,39 @@ class Guide:
         # How the request ends now, because its grammar leaves it no token to draw.
         self.finish: Finish | None = None
         self.has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
+        self.unread: int | None = None  # the token drawn last, while the matcher has not gone on by it
         # Ends that the sampler holds back until so many tokens are out.
         self._min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
         self._num_accepted = 0
 
     def accept(self, token: int) -> Finish | None:
         """Go on by a token drawn under this guide's mask; returns `finish`."""
+        self.note(token)
+        if self.unread is not None:
+            self.read(self.matcher.accept(token))
+        return self.finish
+
+    def note(self, token: int) -> None:
+        """As `accept`, but the matcher goes on with the next mask: the host has no time before."""
         self._num_accepted += 1
         if self.has_ended or (token in self.end_ids and self.matcher.is_accepting):
             self.has_ended = True
-        elif not self.matcher.accept(token):
-            self.finish = self._break(f"token {token} was drawn, which it does not allow")
-        return self.finish
+        else:
+            self.unread = token
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the output is complete as it is, and long enough."""
-        is_complete = self.has_ended or self.matcher.is_accepting
-        return is_complete and self._num_accepted >= self._min_new_tokens
+    def read(self, is_allowed: bool) -> None:
+        """The matcher went on by the noted token, or could not."""
+        token, self.unread = self.unread, None
+        if not is_allowed:
+            self.finish = self._break(f"token {token} was drawn, which it does not allow")
+
+    def may_end(self, is_complete: bool) -> bool:
+        """Whether the output may end as it is, given whether the grammar says that it is complete."""
+        return (is_complete or self.has_ended) and self._num_accepted >= self._min_new_tokens
 
     def look(self) -> None:
         """Set `finish` if computing the mask broke the matcher."""
-        if self.matcher.error:
+        if self.finish is None and self.matcher.error:
             self.finish = self._break()
 
     def _break(self, reason: str = "") -> Finish:
@@ -124,34 +135,32 @@ class Grammars:
             self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
         bits = self._bits[: len(guided)]
         guides = [guide for _, guide in guided]
-        backend.fill_masks([guide.matcher for guide in guides], bits)
+        _catch_up(backend, guides)
+        are_complete = backend.fill_masks([guide.matcher for guide in guides], bits)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
-        self._set_ends(guides, bits)
+        self._set_ends(guides, bits, are_complete)
         slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
         # The tokenizer may know more ids than the model.
         return TokenMasks(slots, bits[:, : self._num_words])
 
-    def _set_ends(self, guides: list[Guide], bits: IntArray) -> None:
+    def _set_ends(self, guides: list[Guide], bits: IntArray, are_complete: BoolArray) -> None:
         """Complete the masks [guides, words]: ends are allowed where an output may end, and nowhere else.
 
         The device waits for this in every step, so what can be done for all rows at once is.
         """
-        rows_of: dict[tuple[int, ...], list[int]] = {}
-        for row, guide in enumerate(guides):
-            guide.look()
-            if guide.has_ended:
-                bits[row] = 0
-            rows_of.setdefault(guide.end_ids, []).append(row)
-        may_end = np.array([guide.may_end for guide in guides], dtype=np.bool_)
-        for end_ids, rows in rows_of.items():
+        for row in _empty_rows(bits):
+            guides[row].look()
+        bits[[row for row, guide in enumerate(guides) if guide.has_ended]] = 0
+        pairs = zip(guides, are_complete.tolist(), strict=True)
+        may_end = np.array([guide.may_end(is_complete) for guide, is_complete in pairs], dtype=np.bool_)
+        for end_ids in {guide.end_ids for guide in guides}:
+            rows = [row for row, guide in enumerate(guides) if guide.end_ids == end_ids]
             for word, end_bits in self._words(end_ids):
                 column = bits[rows, word]
                 bits[rows, word] = np.where(may_end[rows], column | end_bits, column & ~end_bits)
-        # Where any text can follow, a byte can, and these are the first tokens of nearly all vocabularies.
-        for row in np.flatnonzero(~bits[:, :_FIRST_WORDS].any(axis=1)).tolist():
-            if not bits[row].any():
-                guides[row].get_stuck()
+        for row in _empty_rows(bits):
+            guides[row].get_stuck()
 
     def clear(self) -> None:
         """Forget what was compiled."""
@@ -160,6 +169,22 @@ class Grammars:
     def close(self) -> None:
         """End the compiler's threads."""
         self._compiler.close()
+
+
+def _catch_up(backend: Backend, guides: list[Guide]) -> None:
+    """Let matchers go on by the tokens that were noted."""
+    behind = [(guide, guide.unread) for guide in guides if guide.unread is not None]
+    if behind:
+        allowed = backend.accept([guide.matcher for guide, _ in behind], [token for _, token in behind])
+        for (guide, _), is_allowed in zip(behind, allowed, strict=True):
+            guide.read(is_allowed)
+
+
+def _empty_rows(bits: IntArray) -> list[int]:
+    """Masks [rows, words] that allow nothing."""
+    # Where any text can follow, a byte can, and these are the first tokens of nearly all vocabularies.
+    candidates: list[int] = np.flatnonzero(~bits[:, :_FIRST_WORDS].any(axis=1)).tolist()
+    return [row for row in candidates if not bits[row].any()]
 
 
 def _words(token_ids: tuple[int, ...]) -> Words:

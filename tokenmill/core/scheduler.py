@@ -393,9 +393,8 @@ class Scheduler:
                 continue
             tokens = state.tokens
             tokens.append(token)
-            if state.guide is not None and (failure := state.guide.accept(token)):
-                outputs.append(self._end(state, failure))
-                continue
+            if state.guide is not None:
+                state.guide.note(token)
             if len(tokens) >= state.watched_from or token in state.stop_ids:
                 if finish := state.finish_with(token):
                     outputs.append(self._end(state, finish))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenmill.messages import Grammar, IntArray
+from tokenmill.messages import BoolArray, Grammar, IntArray
 
 
 class BadGrammar(Exception):
@@ -56,10 +56,14 @@ class Backend(Protocol):
         """Raises `BadGrammar` for what it cannot follow."""
         ...
 
-    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
+    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
+        """`Matcher.accept` of matchers that this backend made, one token for each."""
+        ...
+
+    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
         """The masks of matchers that this backend made, side by side: int32 [matchers, num_words].
 
-        Bit i of word w is set if token 32 * w + i is allowed.
-        A matcher that fails has an `error` then, and a row that means nothing.
+        Bit i of word w is set if token 32 * w + i is allowed. Returns which matchers are accepting.
+        A matcher that fails has an `error` then, and an empty mask.
         """
         ...

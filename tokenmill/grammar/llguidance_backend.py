@@ -22,7 +22,7 @@ from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import read_vocabulary
-from tokenmill.messages import Grammar, IntArray
+from tokenmill.messages import BoolArray, Grammar, IntArray
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -36,7 +36,7 @@ _LIMITS = re.compile("too many states|items; max is|fuel exhausted|TooComplex")
 # a mask takes longer than this, or there are several locks.
 _SLOW_SECONDS = 2e-4
 _MANY_LOCKS = 4
-# Fewer masks are filled before a thread wakes up.
+# Fewer matchers are done before a thread wakes up.
 _MANY_MASKS = 32
 # A grammar with so many matchers is compiled once more for every thread, if that takes no longer than this.
 _POPULAR = 16
@@ -132,10 +132,17 @@ class LlguidanceBackend:
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ITEMS_IN_ROW)
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 
-    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
+    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
+        """See `Backend`."""
+        if not _work_side_by_side(matchers):
+            return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
+        inner = [matcher.inner for matcher in matchers]  # type: ignore[attr-defined]
+        return self._threads.consume_token_par(list(zip(inner, tokens, strict=True)))
+
+    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
         """See `Backend`."""
         began = time.perf_counter()
-        if self._mask_seconds > _SLOW_SECONDS or _fill_side_by_side(matchers):
+        if self._mask_seconds > _SLOW_SECONDS or _work_side_by_side(matchers):
             rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
             self._threads.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
         else:
@@ -144,7 +151,11 @@ class LlguidanceBackend:
                 matcher.inner.unsafe_compute_mask_ptr(address, num_bytes)  # type: ignore[attr-defined]
                 address += num_bytes
         self._mask_seconds = (time.perf_counter() - began) / max(1, len(matchers))
-        out.view(np.uint32)[:, self._end_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end_id % 32)
+        # The library allows its end of text, and nothing else, to a matcher that has failed, too.
+        ends, end_bit = out.view(np.uint32)[:, self._end_id // 32], np.uint32(1 << self._end_id % 32)
+        are_accepting: BoolArray = ends & end_bit != 0
+        ends &= ~end_bit
+        return are_accepting
 
     def _source(self, grammar: Grammar) -> str:
         match grammar.kind:
@@ -182,8 +193,8 @@ class LlguidanceBackend:
         return str(LLMatcher.grammar_from_lark("\n".join(rules)))
 
 
-def _fill_side_by_side(matchers: Sequence[Matcher]) -> bool:
-    """Whether threads would get through many masks without waiting for each other."""
+def _work_side_by_side(matchers: Sequence[Matcher]) -> bool:
+    """Whether threads would get through many matchers without waiting for each other."""
     if len(matchers) < _MANY_MASKS:
         return False
     return len({matcher.lock for matcher in matchers}) >= _MANY_LOCKS  # type: ignore[attr-defined]

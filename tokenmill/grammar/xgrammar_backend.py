@@ -18,7 +18,7 @@ from tokenmill.grammar.schemas import leave_out_idle, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.grammar.xgrammar_schemas import check_schema
-from tokenmill.messages import Grammar, IntArray
+from tokenmill.messages import BoolArray, Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
 _FEW = 16
@@ -42,11 +42,12 @@ class XgrammarMatcher:
         return bool(self.inner.is_completed())
 
     def fill_mask(self, out: IntArray) -> None:
-        """Write its mask, int32 [words]; if that fails, there is an `error`."""
+        """Write its mask, int32 [words]; if that fails, there is an `error`, and the mask is empty."""
         try:
             self.inner.fill_next_token_bitmask(out.reshape(1, -1))
         except RuntimeError as error:
             self.error = str(error).strip()[:500]
+            out[:] = 0
         out &= self.known
 
     def accept(self, token: int) -> bool:
@@ -100,11 +101,16 @@ class XgrammarBackend:
             raise BadGrammar(matcher.error or "no output can follow it")
         return template
 
-    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> None:
+    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
+        """See `Backend`."""
+        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
+
+    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
         """See `Backend`."""
         if len(matchers) < _FEW or not self._fill_together(matchers, out):
             for matcher, row in zip(matchers, out, strict=True):
                 matcher.fill_mask(row)  # type: ignore[attr-defined]
+        return np.array([matcher.is_accepting for matcher in matchers], dtype=np.bool_)
 
     def _fill_together(self, matchers: Sequence[Matcher], out: IntArray) -> bool:
         """False if one of them failed; which one, the library does not say."""

@@ -39,9 +39,7 @@ _LATE = SamplingNeeds(random=True, filters=False)
 
 def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
     """The kind of a step; what its decoding rows share is brought up to date."""
-    needs = rows.sampling_needs(plan.slots)
-    # Greedy rows are drawn by the same kernels as random ones.
-    needs = _LATE if late else replace(needs, random=True, filters=needs.random and needs.filters)
+    needs = _LATE if late else _needs(rows, plan)
     slots, positions = plan.slots[: plan.num_decodes], plan.starts[: plan.num_decodes]
     if not len(slots):
         return StepKind(needs, SHORT_KEYS, late=late)
@@ -53,6 +51,12 @@ def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
         0 if found is None else found.max_pieces,
         late=late,
     )
+
+
+def _needs(rows: Rows, plan: StepPlan) -> SamplingNeeds:
+    """Greedy rows are drawn by the same kernels as random ones."""
+    needs = rows.sampling_needs(plan.slots)
+    return replace(needs, random=True, filters=needs.random and needs.filters)
 
 
 def late_kind(longest: int) -> StepKind:
