@@ -267,7 +267,7 @@ def resolve_processor(name: str, value: Any) -> LogitProcessor:
         return _in_text(name, value) if value.lstrip().startswith("{") else _by_name(name, value)
     with _lock:
         known = _remembered.get(id(value))
-        return known or _remember(id(value), _call_of(name, value), value)
+        return known or _remember(id(value), _call_of(name, value), value, title=_title(value))
 
 
 def _by_name(name: str, value: str) -> LogitProcessor:
@@ -293,11 +293,14 @@ def _in_text(name: str, text: str) -> LogitProcessor:
         if known is not None:
             return known
         loaded = _class_in(name, text)
-        return _remember(text, _call_of(name, loaded), loaded)
+        return _remember(text, _call_of(name, loaded), text, title=_title(loaded))
 
 
-def _remember(at: Any, call: ProcessorCall, source: Any) -> LogitProcessor:
-    title = getattr(source, "__qualname__", type(source).__qualname__)
+def _title(value: Any) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _remember(at: Any, call: ProcessorCall, source: Any, *, title: str) -> LogitProcessor:
     processor = LogitProcessor(f"{title}#{next(_numbers)}", call, source)
     while len(_remembered) >= _MOST_REMEMBERED:
         del _remembered[next(iter(_remembered))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tokenmill import hub
+from tokenmill.batch import processor_keys
 from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
@@ -213,11 +213,11 @@ def _logprobs_text(asked: LogprobOptions | None) -> tuple[Any, ...] | None:
 
 
 def _processor_digest(processor: Any) -> bytes:
-    """A processor by its class or function and its state, which must be the same in the next process."""
+    """A processor by its code and its state, which must be the same in the next process."""
     try:
-        return _digest(pickle.dumps(processor.call))
+        return _digest(processor_keys.identity(processor))
     except Exception as error:
         raise InvalidArgument(
-            f"custom_logit_processor: the journal must know {show(processor.call)} again, but it cannot be "
-            f"pickled ({error}); define it at the top of a module, or register it"
+            f"custom_logit_processor: the journal must know {show(processor.call)} again, but it holds what "
+            f"cannot be pickled ({error}); leave that out of __getstate__, or make it when it is called"
         ) from error
