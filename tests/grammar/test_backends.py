@@ -403,3 +403,22 @@ def test_strings_of_limited_length_have_no_control_characters(name: str) -> None
     texts = [tokenizer().decode([token]) for token in allowed(masks[0])]
     assert texts
     assert not any(re.search(r"[\x00-\x1f]", text) for text in texts)
+
+
+def test_a_matcher_whose_work_grows_without_bound_ends_alone() -> None:
+    """Repetitions of what can be empty are read in ever more ways."""
+    library = backend("xgrammar")
+    endless = library.compile(Grammar("regex", "(?:a*|.)*X")).new()
+    plain = library.compile(Grammar("regex", "[a-z]+")).new()
+    token = tokenizer().encode("aaaa")[0]
+    masks = np.zeros((2, library.num_words), dtype=np.int32)
+    for _ in range(400):
+        library.fill_masks([endless, plain], masks)
+        if endless.error:
+            break
+        library.accept([endless, plain], [token, token])
+    assert "at most 0.3 s" in endless.error
+    assert endless.is_too_complex
+    assert not masks[0].any()
+    assert masks[1].any()
+    assert not plain.error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from tokenmill.messages import BoolArray, Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
 _FEW = 16
+# All rows of a step wait for the slowest one. Where repetitions can be empty, a matcher's work has no bound.
+_MOST_SECONDS = 0.3
 _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -34,7 +37,7 @@ class XgrammarMatcher:
         self.inner = matcher
         self.known = known
         self.error = ""
-        self.is_too_complex = False  # its limits are those of compiling
+        self.is_too_complex = False
 
     @property
     def is_accepting(self) -> bool:
@@ -43,16 +46,27 @@ class XgrammarMatcher:
 
     def fill_mask(self, out: IntArray) -> None:
         """Write its mask, int32 [words]; if that fails, there is an `error`, and the mask is empty."""
+        began = time.thread_time()
         try:
-            self.inner.fill_next_token_bitmask(out.reshape(1, -1))
+            if not self.error:
+                self.inner.fill_next_token_bitmask(out.reshape(1, -1))
         except RuntimeError as error:
             self.error = str(error).strip()[:500]
-            out[:] = 0
-        out &= self.known
+        self._end_if_slow(began)
+        out &= 0 if self.error else self.known
 
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
-        return bool(self.inner.accept_token(token))
+        began = time.thread_time()
+        is_allowed = bool(self.inner.accept_token(token))
+        self._end_if_slow(began)
+        return is_allowed
+
+    def _end_if_slow(self, began: float) -> None:
+        seconds = time.thread_time() - began
+        if seconds > _MOST_SECONDS and not self.error:
+            self.error = f"a token of it takes {seconds:.1f} s, and at most {_MOST_SECONDS:g} s are allowed"
+            self.is_too_complex = True
 
     def rollback(self, count: int) -> None:
         """See `Matcher`."""
@@ -86,6 +100,7 @@ class XgrammarBackend:
             vocabulary, max_threads=_COMPILE_THREADS, cache_limit_bytes=_CACHE_BYTES
         )
         self._batch = xgrammar.BatchGrammarMatcher()
+        self._was_slow = False
         self._texts = _text_tokens(tokenizer, self.num_words)
         self._plain_texts = self._texts & ~_control_tokens(vocabulary, self.num_words)
         self._any_whitespace = not config.constrained_json_disable_any_whitespace
@@ -107,13 +122,18 @@ class XgrammarBackend:
 
     def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
         """See `Backend`."""
-        if len(matchers) < _FEW or not self._fill_together(matchers, out):
+        began = time.perf_counter()
+        # Which matcher fails or takes long, the library does not say.
+        if len(matchers) < _FEW or self._was_slow or not self._fill_together(matchers, out):
             for matcher, row in zip(matchers, out, strict=True):
                 matcher.fill_mask(row)  # type: ignore[attr-defined]
+        self._was_slow = time.perf_counter() - began > _MOST_SECONDS
         return np.array([matcher.is_accepting for matcher in matchers], dtype=np.bool_)
 
     def _fill_together(self, matchers: Sequence[Matcher], out: IntArray) -> bool:
-        """False if one of them failed; which one, the library does not say."""
+        """False if one of them failed."""
+        if any(matcher.error for matcher in matchers):
+            return False
         inner = [matcher.inner for matcher in matchers]  # type: ignore[attr-defined]
         try:
             self._batch.batch_fill_next_token_bitmask(inner, out)
