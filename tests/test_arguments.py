@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tokenmill as sgl
 from tokenmill import arguments
 from tokenmill.arguments import argument_names, other_names, resolve_arguments
 from tokenmill.config import EngineConfig
@@ -458,3 +460,19 @@ def test_the_documents_are_up_to_date() -> None:
     assert written == script["document"](), "run scripts/write-argument-docs"
     for name in argument_names():
         assert f"`{name}`" in written
+
+
+def test_server_args_as_scripts_for_sglang_make_them() -> None:
+    parser = argparse.ArgumentParser()
+    sgl.ServerArgs.add_cli_args(parser)
+    parser.add_argument("--rows", type=int, default=3)
+    options = parser.parse_args(["--model-path", "tiny", "--dtype", "float32", "--skip-tokenizer-init"])
+    made = sgl.ServerArgs.from_cli_args(options)
+    assert (made.model_path, made.dtype, made.skip_tokenizer_init) == ("tiny", "float32", True)
+    assert made.tp_size == 1
+    assert resolve(**dataclasses.asdict(made)) == resolve(server_args=made)
+    assert sgl.ServerArgs(model="tiny", tp_size=1, context_length=64).context_length == 64
+    with pytest.raises(UnknownArgument, match="context_length"):
+        sgl.ServerArgs(contxt_length=64)
+    with pytest.raises(InvalidArgument, match="tp_size"):
+        sgl.ServerArgs(tp_size=2)

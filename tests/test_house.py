@@ -99,7 +99,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "sampling_params": {"config", "constraints", "errors", "patterns"},
     "patterns": {"errors"},
     "constraints": {"errors"},
-    "arguments": {"config", "constraints", "errors", "sampling_params", "sglang_names"},
+    "arguments": {"config", "constraints", "errors", "flags", "sampling_params", "sglang_names"},
     "sglang_names": set(),
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},
@@ -142,6 +142,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PUBLIC = {
     "Engine",
     "EngineConfig",
+    "ServerArgs",
     "SamplingParams",
     "TokenmillError",
     "InvalidArgument",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.arguments import ServerArgs
 from tokenmill.config import EngineConfig
 from tokenmill.errors import (
     EngineClosed,
@@ -50,6 +51,7 @@ __all__ = [
     "RequestTimeout",
     "RowError",
     "SamplingParams",
+    "ServerArgs",
     "TokenmillError",
     "UnknownArgument",
     "UnsupportedModel",

@@ -5,6 +5,7 @@ Owns the alias table and the checks of single values. It knows no hardware and l
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import json
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from tokenmill import constraints
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
+from tokenmill.flags import add_engine_flags, given
 from tokenmill.sampling_params import (
     SamplingParams,
     check_flag,
@@ -106,7 +108,24 @@ def other_names() -> tuple[ArgumentName, ...]:
 
 
 class ServerArgs(EngineConfig):
-    """The arguments of one engine, for those who ask for them by any of SGLang's names."""
+    """The arguments of one engine, given and read by any of SGLang's names.
+
+    `Engine(**dataclasses.asdict(server_args))` and `Engine(server_args=server_args)` open it. Raises as
+    `resolve_arguments`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**vars(resolve_arguments(arguments)))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Give a parser a flag for each argument in our names, and `--model`."""
+        add_engine_flags(parser, without=())
+
+    @classmethod
+    def from_cli_args(cls, options: argparse.Namespace) -> ServerArgs:
+        """The arguments whose flags stood on the command line."""
+        return cls(**given(options, "engine"))
 
     @classmethod
     def of(cls, config: EngineConfig) -> ServerArgs:

@@ -16,8 +16,8 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.sampling_params import SamplingParams
 
-# Fields that make no sense here: the command line prints text, and prints it piece by piece itself.
-_NO_FLAG = {
+# Fields that make no sense for our command: it prints text, and prints it piece by piece itself.
+_NO_COMMAND_FLAG = {
     "skip_tokenizer_init",
     "cumulative_stream",
     "preferred_sampling_params",
@@ -27,10 +27,10 @@ _NO_FLAG = {
 _NO_SAMPLING_FLAG = {"stream_interval", "custom_params"}
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = _NO_COMMAND_FLAG) -> None:
     """The arguments of `Engine`, as `engine.<name>` in the options."""
     group = parser.add_argument_group("engine")
-    add_flags(group, EngineConfig, "engine", without=_NO_FLAG, names={"model_path": ("--model",)})
+    add_flags(group, EngineConfig, "engine", without=without, names={"model_path": ("--model",)})
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = ()) -> None:
