@@ -58,9 +58,10 @@ class Guide:
         if not is_allowed:
             self.finish = self._break(f"token {token} was drawn, which it does not allow")
 
-    def may_end(self, is_complete: bool) -> bool:
-        """Whether the output may end as it is, given whether the grammar says that it is complete."""
-        return (is_complete or self.has_ended) and self._num_accepted >= self._min_new_tokens
+    @property
+    def is_too_short(self) -> bool:
+        """Whether the output must not end yet, complete or not."""
+        return self._num_accepted < self._min_new_tokens
 
     def look(self) -> None:
         """Set `finish` if computing the mask broke the matcher."""
@@ -84,7 +85,7 @@ class Guide:
         """The end of a request for which no token is left."""
         if not is_complete:
             return _broken("no token of the vocabulary can follow")
-        if self._num_accepted >= self._min_new_tokens:
+        if not self.is_too_short:
             return Finish("stop")  # the model has no end of text
         return Finish(
             "abort",
@@ -139,7 +140,11 @@ class Grammars:
         are_complete = backend.fill_masks([guide.matcher for guide in guides], bits)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
+        for row in _empty_rows(bits):
+            guides[row].look()
         self._set_ends(guides, bits, are_complete)
+        for row in _empty_rows(bits):
+            guides[row].get_stuck()
         slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
         # The tokenizer may know more ids than the model.
         return TokenMasks(slots, bits[:, : self._num_words])
@@ -147,20 +152,21 @@ class Grammars:
     def _set_ends(self, guides: list[Guide], bits: IntArray, are_complete: BoolArray) -> None:
         """Complete the masks [guides, words]: ends are allowed where an output may end, and nowhere else.
 
+        `are_complete` are the outputs that the grammar lets end; it is used up.
+
         The device waits for this in every step, so what can be done for all rows at once is.
         """
-        for row in _empty_rows(bits):
-            guides[row].look()
-        bits[[row for row, guide in enumerate(guides) if guide.has_ended]] = 0
-        pairs = zip(guides, are_complete.tolist(), strict=True)
-        may_end = np.array([guide.may_end(is_complete) for guide, is_complete in pairs], dtype=np.bool_)
-        for end_ids in {guide.end_ids for guide in guides}:
-            rows = [row for row, guide in enumerate(guides) if guide.end_ids == end_ids]
+        if ended := [row for row, guide in enumerate(guides) if guide.has_ended]:
+            bits[ended], are_complete[ended] = 0, True
+        are_complete[[row for row, guide in enumerate(guides) if guide.is_too_short]] = False
+        all_ends = {guide.end_ids for guide in guides}
+        for end_ids in all_ends:
+            rows: list[int] | slice = slice(None)
+            if len(all_ends) > 1:
+                rows = [row for row, guide in enumerate(guides) if guide.end_ids == end_ids]
             for word, end_bits in self._words(end_ids):
                 column = bits[rows, word]
-                bits[rows, word] = np.where(may_end[rows], column | end_bits, column & ~end_bits)
-        for row in _empty_rows(bits):
-            guides[row].get_stuck()
+                bits[rows, word] = np.where(are_complete[rows], column | end_bits, column & ~end_bits)
 
     def clear(self) -> None:
         """Forget what was compiled."""
