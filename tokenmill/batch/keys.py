@@ -10,7 +10,6 @@ import hashlib
 import json
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +21,7 @@ from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.inputs import sample_seed
-from tokenmill.messages import LogprobOptions, Request
+from tokenmill.messages import LogprobOptions, Request, lightly_frozen
 from tokenmill.sampling_params import SamplingParams, show
 
 # Arguments of the engine on which answers depend, besides the files of model and tokenizer. The others say
@@ -60,7 +59,7 @@ _SAMPLES = 4  # of each tensor
 _MOST_HEADER_BYTES = 2**27
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class RowKey:
     """Digest and first seed of a row; its samples are told apart by their number."""
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tokenmill.config import EngineConfig
@@ -25,7 +24,7 @@ from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
 from tokenmill.frontend.turns import Turns
 from tokenmill.garbage import uncollected
-from tokenmill.messages import EngineFacts
+from tokenmill.messages import EngineFacts, lightly_frozen
 from tokenmill.sampling_params import check_whole, show
 
 Order = Literal["completion", "input"]
@@ -42,7 +41,7 @@ _LONGEST_FILLING_SECONDS = 0.5
 _RESULTS_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class Entry:
     """One row, read: its requests, or why it has none."""
 
