@@ -79,17 +79,13 @@ class Work:
 
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
-        finished = cast(Generator[Finished], self._runner.run(self._entries(), fills_up_first=True))
+        finished = cast(Generator[list[Finished]], self._runner.run(self._entries(), fills_up_first=True))
         with contextlib.closing(finished), uncollected():
-            for entry, results in finished:
-                row, numbers = self._flying.pop(entry.index)
-                self._figures.finished(results, is_row=numbers[0] == row.computing[0])
-                for complete in self._ledger.finish(row, numbers, results):
-                    if not complete.computing:
-                        self._figures.duplicate(1)
-                    self._let_go(complete)
+            for some in finished:
+                for entry, results in some:
+                    self._take(entry, results)
+                    self._turns.give_way()
                 self._commits.check()
-                self._turns.give_way()
                 collect_if_due()
         assert not self._num_held, "a row waits for a sample that nobody computes"
 
@@ -174,6 +170,15 @@ class Work:
         return entry if len(numbers) == len(job.requests) else entry.only(numbers)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, entry: Entry, results: Sequence[dict[str, Any]]) -> None:
+        """A row has run: note its results, and write the lines of all rows that are complete by them."""
+        row, numbers = self._flying.pop(entry.index)
+        self._figures.finished(results, is_row=numbers[0] == row.computing[0])
+        for complete in self._ledger.finish(row, numbers, results):
+            if not complete.computing:
+                self._figures.duplicate(1)
+            self._let_go(complete)
 
     def _let_go(self, row: OpenRow) -> None:
         """A row is complete: write its line, and forget it."""

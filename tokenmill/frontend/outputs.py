@@ -15,7 +15,6 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.frontend.turns import Turns
-from tokenmill.garbage import uncollected
 from tokenmill.messages import Finish, Output, Request, RequestTimes, lightly_frozen
 
 ABORTED = 499  # as web servers note that a client has gone
@@ -178,8 +177,7 @@ def make_shown(rows: list[Row], shape: Shape, turns: Turns) -> None:
 
 def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
     """The dicts of a finished call, with the whole text of each."""
-    with uncollected():
-        results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
+    results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
     if rows and (num_samples := rows[0].request.params.n) > 1:
         _share_prompt_logprobs(results, num_samples=num_samples)
     return results
