@@ -107,8 +107,8 @@ class Keys:
 
 
 def seeded(requests: Sequence[Request], key: RowKey) -> tuple[Request, ...]:
-    """The requests of a row with the seeds of its key."""
-    if requests[0].seed == key.seed:  # as it was written
+    """The requests of a row with the seeds of its key; where nothing is drawn, any seeds will do."""
+    if key.is_greedy or requests[0].seed == key.seed:  # as it was written
         return tuple(requests)
     return tuple(
         request.copy(id=request.id, seed=sample_seed(key.seed, number))

@@ -116,7 +116,7 @@ class Work:
         entries = []
         for row, numbers in self._ledger.take_forsaken(_ROWS_AT_ONCE):
             [read] = self._runner.read(
-                [self._item(row.record)], sampling_params=self._params, options=self._options
+                [self._maker.item(row.record)], sampling_params=self._params, options=self._options
             )
             assert read.job is not None, "a row that was good once is no more"
             entries.append(self._flight(row, read.job, numbers))
@@ -124,7 +124,7 @@ class Work:
 
     def _read(self, weighed: list[_Weighed]) -> Iterator[tuple[_Weighed, Job | RowError]]:
         """Each record with its requests, or with what is wrong with it."""
-        items = [self._item(record) for record, _ in weighed]
+        items = [self._maker.item(record) for record, _ in weighed]
         good = [item for item in items if not _is_error(item)]
         read = iter(self._runner.read(good, sampling_params=self._params, options=self._options))
         for each, item in zip(weighed, items, strict=True):
@@ -134,11 +134,6 @@ class Work:
             else:
                 entry = next(read)
                 yield each, entry.job or entry.error  # type: ignore[misc]
-
-    def _item(self, record: Record) -> Mapping[str, Any]:
-        item = self._maker.item(record)
-        # Without parameters of its own, a row shares those of all, which are read once.
-        return {name: item[name] for name in item if name != "sampling_params" or item[name]}  # type: ignore
 
     def _enter(self, weighed: _Weighed, job: Job | RowError) -> Entry | None:
         """What of a row must be run; None if nothing."""

@@ -27,8 +27,8 @@ from tokenmill.sampling_params import SamplingParams, show
 
 _PROMPT_KEYS = ("prompt", "input_ids", "messages")
 _CHAT_KEYS = tuple(field.name for field in dataclasses.fields(ChatOptions))
-_OPTION_KEYS = tuple(name for name in (*GenerateOptions.__annotations__, *MEDIA) if name != "on_error")
-_ITEM_KEYS = (*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS)
+_OPTION_KEYS = frozenset((*GenerateOptions.__annotations__, *MEDIA)) - {"on_error"}
+_ITEM_KEYS = frozenset((*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS))
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
 
@@ -135,9 +135,10 @@ class ItemReader:
                 )
         settings, asked, states = common.settings, common.asked, common.states
         params = given.get("sampling_params")
-        if params is not None:
-            is_dict = isinstance(params, Mapping)
-            settings = self._reader.settings({**common.params, **params} if is_dict else params)
+        if isinstance(params, Mapping):
+            settings = self._reader.settings({**common.params, **params}) if params else settings
+        elif params is not None:
+            settings = self._reader.settings(params)
         own = {name: value for name, value in given.items() if name in _OPTION_KEYS and value is not None}
         if own:
             _check_no_session(own)
