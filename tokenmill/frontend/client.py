@@ -27,7 +27,7 @@ from tokenmill.errors import (
     engine_dead,
     request_error,
 )
-from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
+from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver
 from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
 from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.frontend.observers import open_observers
@@ -441,8 +441,7 @@ class Client:
                 if entry is not None:
                     call, row = entry
                     arrived.setdefault(call, []).append((row, Arrival(output, seconds, self.weight_version)))
-        for call, items in arrived.items():
-            call.put(items)
+        deliver(arrived)
 
     def _died(self, error: BaseException) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ _OPTION_KEYS = frozenset((*GenerateOptions.__annotations__, *MEDIA)) - {"on_erro
 _ITEM_KEYS = frozenset((*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS))
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
+_READING = reading("an item")
 
 Read = TypeVar("Read")
 # What messages call a prompt, its text (None: it is tokens), and its tokens.
@@ -110,7 +111,7 @@ class ItemReader:
     # ── one item ──
 
     def _draft(self, item: Any, common: _Common) -> _Draft:
-        with reading("an item"):
+        with _READING:
             if isinstance(item, Mapping):
                 return self._draft_of_dict(dict(item), common)
             place, text, tokens = self._plain_prompt(item)
