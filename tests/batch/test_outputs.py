@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import json
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.batch.records import TIMEOUT, ListSource, failed, record_of, result
-from tokenmill.batch.json_text import json_line
+from tokenmill.batch.json_text import json_line, prepared
 from tokenmill.batch.outputs import RowOutput
 from tokenmill.batch.sources import open_source
 from tokenmill.batch.tables import write_table
@@ -148,6 +149,25 @@ def test_values_that_json_has_not() -> None:
         "half": "\ud800x",
     }
     assert json_line({"ü": "日本"}) == '{"ü": "日本"}\n'.encode()
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner),
+        max_leaves=8,
+    ),
+    options=st.fixed_dictionaries({}, optional={
+        "ensure_ascii": st.booleans(), "separators": st.just((",", ":")), "default": st.just(repr),
+    }),
+)  # fmt: skip
+def test_an_encoder_that_was_prepared_writes_the_same_text(value: Any, options: dict[str, Any]) -> None:
+    """Journals of earlier versions were written by the encoder itself."""
+    encoder = json.JSONEncoder(**options)
+    encode = prepared(encoder)
+    with contextlib.suppress(TypeError):  # a value that JSON has not leaves nothing behind
+        encode([{"a": [object()]}])
+    assert encode(value) == encoder.encode(value)
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────

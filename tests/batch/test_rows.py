@@ -36,10 +36,10 @@ class FakeSource:
 
 
 def item(fields: dict[str, Any], *, source: FakeSource | None = None, **form: Any) -> dict[str, Any]:
-    """The item of a row that has one, without its sampling parameters where there are none."""
+    """The item of a row that has one."""
     made = ColumnRows(RowForm(**form), source or FakeSource()).item(Record(0, 1, fields, None))
-    assert "sampling_params" in made, made
-    return {key: value for key, value in made.items() if key != "sampling_params" or value}
+    assert "status_code" not in made, made
+    return dict(made)
 
 
 def fault(fields: dict[str, Any], **form: Any) -> str:

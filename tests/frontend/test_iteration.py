@@ -634,7 +634,7 @@ def test_rows_are_read_and_run(engine: sgl.Engine, cores: list[Any]) -> None:
     ]  # fmt: skip
     assert entries[0].job is not None
     assert entries[0].job.requests[0].priority == 1
-    got = list(rows.run([entries[:1], [], entries[1:]], order="input"))
+    got = list(itertools.chain.from_iterable(rows.run([entries[:1], [], entries[1:]], order="input")))
     assert [(entry.index, [r["text"] for r in results]) for entry, results in got] == [
         (10, ["ab"]), (11, [""]), (12, ["cd"] * 3),
     ]  # fmt: skip
@@ -652,8 +652,8 @@ def test_some_samples_of_a_row_are_the_same_as_all_of_them() -> None:
         [entry] = rows.read(
             ["The cat"], sampling_params=params, options={"return_logprob": True, "logprob_start_len": 0}
         )
-        [(_, everything)] = rows.run([[entry]])
-        [(_, some)] = rows.run([[entry.only([3, 1])]])
+        [[(_, everything)]] = rows.run([[entry]])
+        [[(_, some)]] = rows.run([[entry.only([3, 1])]])
     assert [r["output_ids"] for r in some] == [everything[3]["output_ids"], everything[1]["output_ids"]]
     for result in some:
         told, expected = (r["meta_info"]["input_token_logprobs"] for r in (result, everything[0]))
@@ -669,9 +669,9 @@ def test_sequences_of_rows_are_pulled_as_there_is_room(engine: sgl.Engine) -> No
     rows = engine.open_rows()
     pulled = Counted(rows.read([f"{i}"] * 10) for i in range(8))
     handed = 0
-    for _ in rows.run(pulled, window=25):
+    for some in rows.run(pulled, window=25):
         assert 10 * pulled.count - handed <= 25
-        handed += 1
+        handed += len(some)
     assert handed == 80
     long = rows.read(["a"] * 50)
-    assert len(list(rows.run([long, long], window=5))) == 100
+    assert sum(map(len, rows.run([long, long], window=5))) == 100

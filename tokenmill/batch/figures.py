@@ -10,13 +10,16 @@ import math
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 _MAX_BUCKETS = 240
 _FIRST_BUCKET_SECONDS = 0.25
+_COUNT_SECONDS = 0.05  # after which samples are counted, so that they come into the bucket of their time
 _MAX_EXAMPLES = 3  # messages kept of each type of error
 _LONGEST_EXAMPLE = 500  # characters
 _BINS_PER_DECADE = 8
@@ -83,14 +86,14 @@ class Distribution:
         self._min = math.inf
         self._max = 0.0
 
-    def add(self, value: float) -> None:
-        """One more value, at least 0."""
-        self._counts[bisect_right(self._edges, value)] += 1
-        self._sum += value
-        if value > self._max:
-            self._max = value
-        if value < self._min:
-            self._min = value
+    def add(self, values: Sequence[float]) -> None:
+        """More values, each at least 0."""
+        edges, counts = self._edges, self._counts
+        for value in values:
+            counts[bisect_right(edges, value)] += 1
+        self._sum += sum(values)
+        self._max = max(self._max, max(values, default=0.0))
+        self._min = min(self._min, min(values, default=math.inf))
 
     def to_dict(self) -> dict[str, Any]:
         """Count, mean, extremes, percentiles, and the filled range of bins as [low, high, count]."""
@@ -134,8 +137,16 @@ class Snapshot:
     seconds_left: float | None  # None: nothing to tell it from
 
 
+# A sample that is not counted yet: tokens of its prompt, how many were cached, those of its output, why it
+# ended (None: by an error), and after how many seconds.
+_Noted = tuple[int, int, int, str | None, float | None]
+
+
 class Figures:
-    """Counts of a running job. Every method may be called from any thread."""
+    """Counts of a running job. Every method may be called from any thread.
+
+    Samples are noted as they finish, and counted together when somebody looks, or a moment later.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """The job begins now, if `started` does not come later."""
@@ -146,8 +157,11 @@ class Figures:
         self._rows = {"computed": 0, "replayed": 0, "duplicates": 0, "failed": 0}
         self._num_samples = 0
         self._num_errors = 0
+        self._noted: list[_Noted] = []
+        self._noted_rows = 0
+        self._noted_seconds = 0.0  # when the first of them was
         self._tokens = [0, 0, 0]  # prompt, cached, output
-        self._finish_reasons: dict[str, int] = {}
+        self._finish_reasons: Counter[str] = Counter()
         self._errors: dict[str, dict[str, Any]] = {}
         self._timeline = Timeline()
         self._latency = Distribution(0.001, 8)
@@ -188,39 +202,42 @@ class Figures:
         `is_row` False: more samples of a row that was told of before.
         """
         with self._lock:
-            bucket = self._timeline.at(self._clock() - self._began)
-            self._rows["computed"] += is_row
-            bucket[0] += is_row
+            seconds = self._clock() - self._began
+            if seconds > self._noted_seconds + _COUNT_SECONDS:
+                self._count()
+                self._noted_seconds = seconds
             failed = False
             for result in results:
-                failed |= self._take(result, bucket)
+                facts, error, reason = result["meta_info"], result.get("error"), None
+                if error is None:
+                    reason = (facts.get("finish_reason") or {}).get("type", "unknown")
+                else:
+                    self._take_error(error)
+                    failed = True
+                prompt, cached = facts.get("prompt_tokens") or 0, facts.get("cached_tokens") or 0
+                output = facts.get("completion_tokens") or 0
+                self._noted.append((prompt, cached, output, reason, facts.get("e2e_latency")))
+            self._noted_rows += is_row
+            self._rows["computed"] += is_row
             self._rows["failed"] += failed
 
-    def _take(self, result: Mapping[str, Any], bucket: list[float]) -> bool:
-        """Count one sample; whether it is an error."""
-        facts = result["meta_info"]
-        prompt, output = facts.get("prompt_tokens") or 0, facts.get("completion_tokens") or 0
-        cached = facts.get("cached_tokens") or 0
-        tokens = self._tokens
-        tokens[0] += prompt
-        tokens[1] += cached
-        tokens[2] += output
-        bucket[1] += prompt
-        bucket[2] += cached
-        bucket[3] += output
-        self._num_samples += 1
-        error = result.get("error")
-        if error is not None:
-            bucket[4] += 1
-            self._take_error(error)
-            return True
-        reason = (facts.get("finish_reason") or {}).get("type", "unknown")
-        self._finish_reasons[reason] = self._finish_reasons.get(reason, 0) + 1
-        self._prompt_length.add(prompt)
-        self._output_length.add(output)
-        if (latency := facts.get("e2e_latency")) is not None:
-            self._latency.add(latency)
-        return False
+    def _count(self) -> None:
+        """Count the samples that were noted; before anything of them is looked at, with the lock held."""
+        if not self._noted:
+            return
+        good = [sample for sample in self._noted if sample[3] is not None]
+        self._num_samples += len(self._noted)
+        tokens = [sum(column) for column in islice(zip(*self._noted, strict=True), 3)]
+        self._tokens = [before + new for before, new in zip(self._tokens, tokens, strict=True)]
+        bucket = self._timeline.at(self._noted_seconds)
+        for column, number in enumerate((self._noted_rows, *tokens, len(self._noted) - len(good))):
+            bucket[column] += number
+        prompts, _, outputs, reasons, latencies = zip(*good, strict=True) if good else ((),) * 5
+        self._finish_reasons.update(reasons)
+        self._prompt_length.add(prompts)
+        self._output_length.add(outputs)
+        self._latency.add([latency for latency in latencies if latency is not None])
+        self._noted, self._noted_rows = [], 0
 
     def _take_error(self, error: Mapping[str, Any]) -> None:
         self._num_errors += 1
@@ -236,6 +253,7 @@ class Figures:
         with self._lock:
             idle_before, busy_before = self._watched or (idle_seconds, busy_seconds)
             if idle_seconds >= idle_before and busy_seconds >= busy_before:
+                self._count()
                 bucket = self._timeline.at(self._clock() - self._began)
                 bucket[5] += idle_seconds - idle_before
                 bucket[6] += busy_seconds - busy_before
@@ -246,6 +264,7 @@ class Figures:
     def snapshot(self) -> Snapshot:
         """The job now."""
         with self._lock:
+            self._count()
             seconds = self._clock() - self._began
             return Snapshot(
                 seconds=seconds,
@@ -294,6 +313,7 @@ class Figures:
     def summary(self) -> dict[str, Any]:
         """All figures as plain JSON; docs/batch.md has its keys."""
         with self._lock:
+            self._count()
             seconds = self._clock() - self._began
             prompt, cached, output = self._tokens
             per_second = 1 / seconds if seconds > 0 else 0.0

@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill.errors import InvalidArgument, RowError
+from tokenmill.messages import lightly_frozen
 
 # A row longer than this is told as a fault and passed over, so that one row cannot fill the memory.
 MAX_ROW_BYTES = 256 * 2**20
 _SAMPLE_BYTES = 64 * 1024  # of a file's beginning and end, in its fingerprint
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class Record:
     """One row of a source: its fields, or why it has none."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tokenmill.batch.json_text import prepared
 from tokenmill.batch.key_table import KeyTable
 from tokenmill.batch.records import find_all, packed, read_at
 from tokenmill.errors import InvalidArgument, JobStopped
@@ -27,7 +28,7 @@ _TITLE = b"tokenmill journal 1 "
 _LARGE_BYTES = 4096
 _FASTEST = 1
 _sync = getattr(os, "fdatasync", os.fsync)  # not on every system
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = prepared(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,28 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections.abc import Callable
+from json import encoder as json_encoder
 from typing import Any
 
 from tokenmill.sampling_params import brief
 
 _LONGEST_LINE = 200
+
+
+def prepared(encoder: json.JSONEncoder) -> Callable[[Any], str]:
+    """What `encoder.encode` does, for values that do not hold themselves and encoders without indentation.
+
+    That one makes its inner part anew for every value, which takes as long as a short value does.
+    """
+    make_inner = getattr(json_encoder, "c_make_encoder", None)
+    if make_inner is None:  # no CPython
+        return encoder.encode
+    text_of = json_encoder.encode_basestring_ascii if encoder.ensure_ascii else json_encoder.encode_basestring
+    separators = (encoder.key_separator, encoder.item_separator)
+    flags = (encoder.sort_keys, encoder.skipkeys, encoder.allow_nan)
+    parts_of = make_inner(None, encoder.default, text_of, None, *separators, *flags)
+    return lambda value: "".join(parts_of(value, 0))
 
 
 def json_line(value: Any) -> bytes:
@@ -59,4 +76,4 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_told).encode
+_encode = prepared(json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_told))

@@ -11,7 +11,6 @@ from itertools import chain
 
 KEY_BYTES = 16
 _FIRST_SLOTS = 1 << 10
-_64_BITS = 2**64 - 1
 
 
 class KeyTable:
@@ -67,4 +66,4 @@ class KeyTable:
 
 
 def _half(key: bytes) -> int:
-    return int.from_bytes(key[:8], "little") & _64_BITS
+    return int.from_bytes(key[:8], "little")

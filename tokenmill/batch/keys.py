@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +21,7 @@ from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.inputs import sample_seed
-from tokenmill.messages import LogprobOptions, Request
+from tokenmill.messages import LogprobOptions, Request, lightly_frozen
 from tokenmill.sampling_params import SamplingParams, show
 
 # Arguments of the engine on which answers depend, besides the files of model and tokenizer. The others say
@@ -60,7 +59,7 @@ _SAMPLES = 4  # of each tensor
 _MOST_HEADER_BYTES = 2**27
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class RowKey:
     """Digest and first seed of a row; its samples are told apart by their number."""
 
@@ -108,8 +107,8 @@ class Keys:
 
 
 def seeded(requests: Sequence[Request], key: RowKey) -> tuple[Request, ...]:
-    """The requests of a row with the seeds of its key."""
-    if requests[0].seed == key.seed:  # as it was written
+    """The requests of a row with the seeds of its key; where nothing is drawn, any seeds will do."""
+    if key.is_greedy or requests[0].seed == key.seed:  # as it was written
         return tuple(requests)
     return tuple(
         request.copy(id=request.id, seed=sample_seed(key.seed, number))

@@ -17,6 +17,8 @@ from typing import BinaryIO
 
 from tokenmill.batch.journal import append, disk_of, sync_folder
 
+_ROWS_MORE = 1024  # for which there is room at once
+
 
 class LineFile:
     """Lines by row, in a file that only grows; 12 bytes of memory for each row.
@@ -51,7 +53,7 @@ class LineFile:
     def add(self, index: int, line: bytes) -> None:
         """The line of a row, with its line end; in the file with the next `write`."""
         if index >= len(self._starts):
-            missing = index + 1 - len(self._starts)
+            missing = index + _ROWS_MORE - len(self._starts)
             self._starts.extend(array("Q", bytes(8 * missing)))
             self._lengths.extend(array("I", bytes(4 * missing)))
         self._starts[index] = self._next_start + 1

@@ -6,16 +6,17 @@ Owns how such a line falls into parts, and how their results come together again
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tokenmill.batch.input_record import Record, Source
 from tokenmill.frontend.openai import COMPLETIONS_URL, MOST_PROMPTS
+from tokenmill.messages import lightly_frozen
 
 Results = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightly_frozen(kw_only=True)
 class Part(Record):
     """A line with one of its prompts."""
 

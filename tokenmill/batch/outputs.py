@@ -72,11 +72,11 @@ class RowOutput:
         return {**fields, **(answer if key is None else {key: answer})}
 
     def _answer(self, results: Sequence[Result]) -> dict[str, Any]:
-        error = next((result["error"] for result in results if result.get("error") is not None), None)
         prompt_tokens = results[0]["meta_info"].get("prompt_tokens", 0)
         if len(results) == 1:
             sample = self._sample(results[0])
-            return {**sample, "prompt_tokens": prompt_tokens, "error": error}
+            return {**sample, "prompt_tokens": prompt_tokens, "error": results[0].get("error")}
+        error = next((result["error"] for result in results if result.get("error") is not None), None)
         samples = [{**self._sample(result), "error": result.get("error")} for result in results]
         return {"outputs": samples, "prompt_tokens": prompt_tokens, "error": error}
 

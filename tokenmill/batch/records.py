@@ -18,8 +18,8 @@ from typing import BinaryIO
 from tokenmill.batch.key_table import KEY_BYTES
 
 MARK = b"\xf7\xffTR"
-_HEAD = struct.Struct(f"<4sI{KEY_BYTES}s8sI")
-_UNCHECKED = _HEAD.size - 4
+_CHECKED = struct.Struct(f"<4sI{KEY_BYTES}s8s")
+_HEAD = struct.Struct(f"{_CHECKED.format}I")
 _BLOCK_BYTES = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Found:
 
 def packed(key: bytes, body: bytes) -> bytes:
     """A whole record; its body may have up to 4 GiB."""
-    head = MARK + struct.pack(f"<I{KEY_BYTES}s8s", len(body), key, _checksum(key, body))
+    head = _CHECKED.pack(MARK, len(body), key, _checksum(key, body))
     return head + zlib.crc32(head).to_bytes(4, "little") + body
 
 
@@ -45,7 +45,7 @@ def read_at(file: BinaryIO, offset: int) -> tuple[bytes, bytes] | None:
     if len(head) < _HEAD.size or not head.startswith(MARK):
         return None
     _, length, key, checksum, head_checksum = _HEAD.unpack(head)
-    if zlib.crc32(head[:_UNCHECKED]) != head_checksum:
+    if zlib.crc32(head[: _CHECKED.size]) != head_checksum:
         return None
     body = file.read(length)
     return (key, body) if len(body) == length and _checksum(key, body) == checksum else None

@@ -85,7 +85,9 @@ class ColumnRows:
         params = _optional(fields, self._form.params_column, "sampling_params", dict) or {}
         if self._null_is_absent:
             params = {name: value for name, value in params.items() if value is not None}
-        return {**item, "sampling_params": {**self._form.sampling_params, **params}}
+        params = {**self._form.sampling_params, **params}
+        # Without parameters of its own, a row shares those of all, which are read once.
+        return {**item, "sampling_params": params} if params else item
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[str, Any]:
         """The column that holds the prompt, or `template`, and what it holds."""

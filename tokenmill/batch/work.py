@@ -79,17 +79,13 @@ class Work:
 
     def run(self) -> None:
         """All rows; returns when each has its line. Raises `JobStopped`, and what ends the engine."""
-        finished = cast(Generator[Finished], self._runner.run(self._entries(), fills_up_first=True))
+        finished = cast(Generator[list[Finished]], self._runner.run(self._entries(), fills_up_first=True))
         with contextlib.closing(finished), uncollected():
-            for entry, results in finished:
-                row, numbers = self._flying.pop(entry.index)
-                self._figures.finished(results, is_row=numbers[0] == row.computing[0])
-                for complete in self._ledger.finish(row, numbers, results):
-                    if not complete.computing:
-                        self._figures.duplicate(1)
-                    self._let_go(complete)
+            for some in finished:
+                for entry, results in some:
+                    self._take(entry, results)
+                    self._turns.give_way()
                 self._commits.check()
-                self._turns.give_way()
                 collect_if_due()
         assert not self._num_held, "a row waits for a sample that nobody computes"
 
@@ -120,7 +116,7 @@ class Work:
         entries = []
         for row, numbers in self._ledger.take_forsaken(_ROWS_AT_ONCE):
             [read] = self._runner.read(
-                [self._item(row.record)], sampling_params=self._params, options=self._options
+                [self._maker.item(row.record)], sampling_params=self._params, options=self._options
             )
             assert read.job is not None, "a row that was good once is no more"
             entries.append(self._flight(row, read.job, numbers))
@@ -128,7 +124,7 @@ class Work:
 
     def _read(self, weighed: list[_Weighed]) -> Iterator[tuple[_Weighed, Job | RowError]]:
         """Each record with its requests, or with what is wrong with it."""
-        items = [self._item(record) for record, _ in weighed]
+        items = [self._maker.item(record) for record, _ in weighed]
         good = [item for item in items if not _is_error(item)]
         read = iter(self._runner.read(good, sampling_params=self._params, options=self._options))
         for each, item in zip(weighed, items, strict=True):
@@ -138,11 +134,6 @@ class Work:
             else:
                 entry = next(read)
                 yield each, entry.job or entry.error  # type: ignore[misc]
-
-    def _item(self, record: Record) -> Mapping[str, Any]:
-        item = self._maker.item(record)
-        # Without parameters of its own, a row shares those of all, which are read once.
-        return {name: item[name] for name in item if name != "sampling_params" or item[name]}  # type: ignore
 
     def _enter(self, weighed: _Weighed, job: Job | RowError) -> Entry | None:
         """What of a row must be run; None if nothing."""
@@ -174,6 +165,15 @@ class Work:
         return entry if len(numbers) == len(job.requests) else entry.only(numbers)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, entry: Entry, results: Sequence[dict[str, Any]]) -> None:
+        """A row has run: note its results, and write the lines of all rows that are complete by them."""
+        row, numbers = self._flying.pop(entry.index)
+        self._figures.finished(results, is_row=numbers[0] == row.computing[0])
+        for complete in self._ledger.finish(row, numbers, results):
+            if not complete.computing:
+                self._figures.duplicate(1)
+            self._let_go(complete)
 
     def _let_go(self, row: OpenRow) -> None:
         """A row is complete: write its line, and forget it."""

@@ -27,10 +27,10 @@ class Mailbox:
         self._failure: TokenmillError | None = None
         self._wake: Wake | None = None
 
-    def put(self, call: Call, arrived: Arrived) -> None:
-        """Add what the core sent, and wake the taker."""
+    def put(self, arrived: Sequence[tuple[Call, Arrived]]) -> None:
+        """Add what the core sent for some calls, and wake the taker."""
         with self._lock:
-            self._arrived.append((call, arrived))
+            self._arrived += arrived
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
@@ -81,7 +81,7 @@ class Call:
         self.num_unfinished = len(rows)
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
         self.has_own_mail = mail is None
-        self._mail = Mailbox() if mail is None else mail
+        self.mail = Mailbox() if mail is None else mail
 
     def refuse(self, errors: Mapping[int, RowError]) -> None:
         """Leave out the rows with these indexes; they end as soon as the others start."""
@@ -98,12 +98,21 @@ class Call:
 
     def put(self, arrived: Arrived) -> None:
         """Add what the core sent, and wake the taker."""
-        self._mail.put(self, arrived)
+        self.mail.put([(self, arrived)])
 
     def fail(self, failure: TokenmillError) -> None:
         """Let the taker raise `failure` once it has taken what arrived."""
-        self._mail.fail(failure)
+        self.mail.fail(failure)
 
     def take(self, wake: Wake) -> Arrived:
         """What arrived for a call with a mailbox of its own; see `Mailbox.take`."""
-        return [item for _, arrived in self._mail.take(wake) for item in arrived]
+        return [item for _, arrived in self.mail.take(wake) for item in arrived]
+
+
+def deliver(arrived: Mapping[Call, Arrived]) -> None:
+    """Give calls what the core sent for them, those that share a mailbox together."""
+    letters: dict[Mailbox, list[tuple[Call, Arrived]]] = {}
+    for letter in arrived.items():
+        letters.setdefault(letter[0].mail, []).append(letter)
+    for mail, some in letters.items():
+        mail.put(some)

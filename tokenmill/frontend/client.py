@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,13 @@ from tokenmill.errors import (
     EngineClosed,
     EngineDead,
     InvalidArgument,
+    RowError,
     TokenmillError,
     WrongState,
     engine_dead,
     request_error,
 )
-from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake
+from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver
 from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
 from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.frontend.observers import open_observers
@@ -90,17 +91,19 @@ class Client:
     # ── running calls ─────────────────────────────────────────────────────────────────────────
 
     @uncollected()
-    def prepare(self, job: Job, *, stream: bool, mail: Mailbox | None = None) -> Call:
-        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core.
+    def prepare(self, job: Job, *, stream: bool) -> Call:
+        """The call for a job; nothing runs yet. Raises `InvalidArgument` for what cannot reach the core."""
+        return self._prepared(job, stream=stream, mail=None)
 
-        What comes back goes to `mail`, if several calls are waited for together.
-        """
+    def prepare_row(self, job: Job, mail: Mailbox) -> Call:
+        """As `prepare`, for one of many rows that are waited for together; what comes back goes to `mail`."""
+        return self._prepared(job, stream=False, mail=mail)
+
+    def _prepared(self, job: Job, *, stream: bool, mail: Mailbox | None) -> Call:
         faults = Faults(returned=job.returns_errors, found=job.errors)
         if self._config.core_process:
             self._check_crossing(job.requests, faults)
-        texts = faults.each(
-            "stop_regex", job.requests, lambda _, request: self._open_text(request, stream=stream), None
-        )
+        texts = self._open_texts(job.requests, faults, stream=stream)
         shape = Shape(
             single=job.single,
             has_text=self._tokenizer is not None,
@@ -246,25 +249,35 @@ class Client:
     def _check_crossing(self, requests: Sequence[Request], faults: Faults) -> None:
         """Processors that cannot be sent to the core's process are faults of their rows."""
         name = "custom_logit_processor"
-        crosses = cache(lambda processor: processor is None or processor.check_crosses(name))
-        faults.each(name, requests, lambda _, request: crosses(request.processor), None)
+        if any(request.processor is not None for request in requests):
+            crosses = cache(lambda processor: processor is None or processor.check_crosses(name))
+            faults.each(name, requests, lambda _, request: crosses(request.processor), None)
 
-    def _open_text(self, request: Request, *, stream: bool) -> TextStream | None:
-        """The growing text of a request, where somebody looks at it on the way."""
-        if self._tokenizer is None or not (stream or request.params.stops_on_text):
-            return None
-        return self._tokenizer.open_text(request)
+    def _open_texts(
+        self, requests: Sequence[Request], faults: Faults, *, stream: bool
+    ) -> Sequence[TextStream | None]:
+        """The growing texts of requests, where somebody looks at them on the way."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or not (stream or any(each.params.stops_on_text for each in requests)):
+            return [None] * len(requests)
+
+        def opened(_: int, request: Request) -> TextStream | None:
+            return tokenizer.open_text(request) if stream or request.params.stops_on_text else None
+
+        return faults.each("stop_regex", requests, opened, None)
 
     def _results(self, call: Call) -> ResultList:
         # Only here: a call that raises has no results, and a session is to know of none.
         for row in call.rows:
             call.session.finish(row)
-        return results_of(call.rows, self._texts(call.rows), call.shape)
+        with uncollected():
+            return results_of(call.rows, self._texts(call.rows), call.shape)
 
     def results(self, calls: Sequence[Call]) -> list[ResultList]:
         """The results of each of some finished calls, as lists; their texts are made together."""
-        texts = iter(self._texts([row for call in calls for row in call.rows]))
-        return [results_of(call.rows, [next(texts) for _ in call.rows], call.shape) for call in calls]
+        with uncollected():
+            texts = iter(self._texts([row for call in calls for row in call.rows]))
+            return [results_of(call.rows, [next(texts) for _ in call.rows], call.shape) for call in calls]
 
     def _texts(self, rows: Sequence[Row]) -> list[str]:
         texts = [row.text for row in rows]
@@ -323,17 +336,11 @@ class Client:
 
     def _register(self, call: Call) -> None:
         """With the lock held, note which rows are in flight; not those with ids that others have there."""
-        faults = Faults(returned=call.returns_errors)
+        if taken := [row for row in call.running if row.request.id in self._flying_ids]:
+            call.refuse(_taken_ids(taken, returned=call.returns_errors))
         for row in call.running:
-            if row.request.id in self._flying_ids:
-                message = (
-                    f"rid {row.request.id!r} is in flight already; give every request its own rid, or leave "
-                    "rid out"
-                )
-                faults.add(row.index, InvalidArgument(message))
-        call.refuse(faults.found)
-        self._flying.update((row.name, (call, row)) for row in call.running)
-        self._flying_ids.update(row.request.id for row in call.running)
+            self._flying[row.name] = (call, row)
+            self._flying_ids.add(row.request.id)
         call.start()
 
     def drop(self, *calls: Call) -> None:
@@ -434,8 +441,7 @@ class Client:
                 if entry is not None:
                     call, row = entry
                     arrived.setdefault(call, []).append((row, Arrival(output, seconds, self.weight_version)))
-        for call, items in arrived.items():
-            call.put(items)
+        deliver(arrived)
 
     def _died(self, error: BaseException) -> None:
         with self._lock:
@@ -463,6 +469,17 @@ def _fail(flying: Sequence[tuple[Call, Row]], error: Callable[[], TokenmillError
             call.put([failure(row, row_error(error())) for row in rows])
         else:
             call.fail(error())
+
+
+def _taken_ids(rows: Sequence[Row], *, returned: bool) -> Mapping[int, RowError]:
+    """The faults of rows whose ids others have in flight."""
+    faults = Faults(returned=returned)
+    for row in rows:
+        message = (
+            f"rid {row.request.id!r} is in flight already; give every request its own rid, or leave rid out"
+        )
+        faults.add(row.index, InvalidArgument(message))
+    return faults.found
 
 
 def _raise_if_failed(row: Row, finish: Finish) -> None:

@@ -33,7 +33,7 @@ from tokenmill.frontend.prompts import Prompts, read_prompts, token_ids
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.garbage import uncollected
-from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
+from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request, lightly_frozen
 from tokenmill.sampling_params import SamplingParams, show
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class Job:
     """One call of `generate`: its requests, prompt by prompt (sample j of prompt i is at `i * n + j`)."""
 
@@ -430,7 +430,7 @@ def _scramble(number: int) -> int:
     return number ^ (number >> 31)
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class _Numbers:
     """What tells one sample of a call from the others."""
 

@@ -27,10 +27,11 @@ from tokenmill.sampling_params import SamplingParams, show
 
 _PROMPT_KEYS = ("prompt", "input_ids", "messages")
 _CHAT_KEYS = tuple(field.name for field in dataclasses.fields(ChatOptions))
-_OPTION_KEYS = tuple(name for name in (*GenerateOptions.__annotations__, *MEDIA) if name != "on_error")
-_ITEM_KEYS = (*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS)
+_OPTION_KEYS = frozenset((*GenerateOptions.__annotations__, *MEDIA)) - {"on_error"}
+_ITEM_KEYS = frozenset((*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS))
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
+_READING = reading("an item")
 
 Read = TypeVar("Read")
 # What messages call a prompt, its text (None: it is tokens), and its tokens.
@@ -110,7 +111,7 @@ class ItemReader:
     # ── one item ──
 
     def _draft(self, item: Any, common: _Common) -> _Draft:
-        with reading("an item"):
+        with _READING:
             if isinstance(item, Mapping):
                 return self._draft_of_dict(dict(item), common)
             place, text, tokens = self._plain_prompt(item)
@@ -135,9 +136,10 @@ class ItemReader:
                 )
         settings, asked, states = common.settings, common.asked, common.states
         params = given.get("sampling_params")
-        if params is not None:
-            is_dict = isinstance(params, Mapping)
-            settings = self._reader.settings({**common.params, **params} if is_dict else params)
+        if isinstance(params, Mapping):
+            settings = self._reader.settings({**common.params, **params}) if params else settings
+        elif params is not None:
+            settings = self._reader.settings(params)
         own = {name: value for name, value in given.items() if name in _OPTION_KEYS and value is not None}
         if own:
             _check_no_session(own)

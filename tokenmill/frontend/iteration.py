@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tokenmill.config import EngineConfig
@@ -25,7 +24,7 @@ from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
 from tokenmill.frontend.turns import Turns
 from tokenmill.garbage import uncollected
-from tokenmill.messages import EngineFacts
+from tokenmill.messages import EngineFacts, lightly_frozen
 from tokenmill.sampling_params import check_whole, show
 
 Order = Literal["completion", "input"]
@@ -42,7 +41,7 @@ _LONGEST_FILLING_SECONDS = 0.5
 _RESULTS_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class Entry:
     """One row, read: its requests, or why it has none."""
 
@@ -140,17 +139,19 @@ class RowRunner:
         order: Order = "completion",
         window: int | None = None,
         fills_up_first: bool = False,
-    ) -> Iterator[Finished]:
+    ) -> Iterator[list[Finished]]:
         """Run rows and give each with its results, one for each sample, as they finish or in input order.
 
-        At most `window` rows (default: `self.window`) are read and not yet handed out: the next sequence is
-        pulled from `entries` when the longest so far would fit. With `fills_up_first` nothing runs until as
-        many rows are there as run at once, or half a second has gone. Every result has the key `error`; a
-        failed row ends no other. An exception of `entries` is raised after the results of what came before
-        it. Closing the iterator, or letting go of it, cancels what has not finished. Raises `EngineDead`,
-        `EngineClosed`, and `WrongState` while memory is released.
+        Rows that are ready at the same time come together, up to 16 of them. At most `window` rows (default:
+        `self.window`) are read and not yet handed out: the next sequence is pulled from `entries` when the
+        longest so far would fit. With `fills_up_first` nothing runs until as many rows are there as run at
+        once, or half a second has gone. Every result has the key `error`; a failed row ends no other. An
+        exception of `entries` is raised after the results of what came before it. Closing the iterator, or
+        letting go of it, cancels what has not finished. Raises `EngineDead`, `EngineClosed`, and `WrongState`
+        while memory is released.
         """
-        return self.open_flow(order=order, window=window).run(iter(entries), fills_up_first=fills_up_first)
+        flow = self.open_flow(order=order, window=window)
+        return flow.run(iter(entries), most=_RESULTS_AT_ONCE, fills_up_first=fills_up_first)
 
     def open_flow(self, *, order: Any, window: Any) -> Flow:
         """An empty flow of rows. Raises `InvalidArgument`."""
@@ -216,8 +217,13 @@ class Flow:
         """Whether `pop` has something to do."""
         return bool(self._finished) or self._is_head_ready
 
-    def run(self, entries: Iterator[Sequence[Entry]], *, fills_up_first: bool = False) -> Iterator[Finished]:
-        """Hand rows out as they get ready, waiting for them, and add more whenever there is room."""
+    def run(
+        self, entries: Iterator[Sequence[Entry]], *, most: int = 1, fills_up_first: bool = False
+    ) -> Iterator[list[Finished]]:
+        """Hand rows out as they get ready, up to `most` together, and add more whenever there is room.
+
+        Waits while none is ready.
+        """
         woken = threading.Event()
         failure: Exception | None = None
         is_open = True
@@ -233,7 +239,7 @@ class Flow:
                     except Exception as error:  # of the source; what came before it goes first
                         is_open, failure = False, error
                     rest = 2 * time.perf_counter() - began
-                if (finished := self.pop()) is not None:
+                if finished := self.pop(most):
                     yield finished
                 elif self.num_held and not self.take(woken.set) and not (is_open and self.has_room):
                     woken.wait()
@@ -311,7 +317,7 @@ class Flow:
         error = entry.error
         if entry.job is not None:
             try:
-                return self._client.prepare(entry.job, stream=False, mail=self._mail)
+                return self._client.prepare_row(entry.job, self._mail)
             except Exception as fault:  # what a row brings along may be anything; it fails alone
                 error = row_error(fault)
         assert error is not None
@@ -337,16 +343,16 @@ class Flow:
             self._turns.give_way()
         return bool(arrived)
 
-    def pop(self) -> Finished | None:
-        """The next row to be handed out, with its results; None if it is not there yet."""
+    def pop(self, most: int) -> list[Finished]:
+        """The next rows to be handed out, with their results; none if the first of them is not there yet."""
         while self._finished and not self._is_head_ready:
             self._make_results()
-        if not self._is_head_ready:
-            return None
-        slot = self._slots.popleft()
-        self.num_held -= 1
-        assert slot.results is not None
-        return slot.entry, slot.results
+        popped: list[Finished] = []
+        slots = self._slots
+        while slots and len(popped) < most and (results := slots[0].results) is not None:
+            popped.append((slots.popleft().entry, results))
+        self.num_held -= len(popped)
+        return popped
 
     @property
     def _is_head_ready(self) -> bool:

@@ -55,7 +55,7 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         self._flow.chunk = max(1, self._flow.window // _CHUNKS_IN_WINDOW)
         self._items = _checked(items)
         self._read = _Reading(runner, sampling_params, options)
-        self._rows: Iterator[Finished] | None = None
+        self._rows: Iterator[list[Finished]] | None = None
         self._async_rows: _AsyncRows | None = None
         self._ready: deque[dict[str, Any]] = deque()  # samples of the row that is being handed out
         self._closed = False
@@ -71,7 +71,8 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
             if self._rows is None:
                 self._rows = self._flow.run(self._read_chunks())
             try:
-                self._hand_out(*next(self._rows))
+                [finished] = next(self._rows)
+                self._hand_out(*finished)
             except BaseException:
                 self.close()
                 raise
@@ -298,8 +299,8 @@ class _AsyncRows:
                 self._reading = asyncio.create_task(self._read_more())
             if self._reading is not None:
                 await asyncio.sleep(0)  # lets it get on where results are always ready
-            if (finished := self._flow.pop()) is not None:
-                return finished
+            if finished := self._flow.pop(1):
+                return finished[0]
             if not self._flow.take(self._wake):
                 await self._wake.sleep()
         if self._failure is not None:

@@ -15,8 +15,7 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.frontend.turns import Turns
-from tokenmill.garbage import uncollected
-from tokenmill.messages import Finish, Output, Request, RequestTimes
+from tokenmill.messages import Finish, Output, Request, RequestTimes, lightly_frozen
 
 ABORTED = 499  # as web servers note that a client has gone
 
@@ -49,7 +48,7 @@ class FlushResult:
         return self.success
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class Arrival:
     """An Output and the time (seconds, `time.perf_counter`) it came out of the core."""
 
@@ -58,7 +57,7 @@ class Arrival:
     weight_version: str | None = None  # of the weights in use then; None: it did not come from the core
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class Piece:
     """What one Output added to a request."""
 
@@ -145,7 +144,7 @@ class Row:
         return without_stop_token(self.token_ids, self.finish)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightly_frozen(kw_only=True)
 class Shape:
     """How the dicts of one call look."""
 
@@ -178,8 +177,7 @@ def make_shown(rows: list[Row], shape: Shape, turns: Turns) -> None:
 
 def results_of(rows: Sequence[Row], texts: Sequence[str], shape: Shape) -> ResultList:
     """The dicts of a finished call, with the whole text of each."""
-    with uncollected():
-        results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
+    results = ResultList(result_of(row, text, shape) for row, text in zip(rows, texts, strict=True))
     if rows and (num_samples := rows[0].request.params.n) > 1:
         _share_prompt_logprobs(results, num_samples=num_samples)
     return results
