@@ -218,7 +218,8 @@ AnswerSink = Callable[[Any], object]
 class Core(Protocol):
     """The frontend's door to the core. Thread-safe; every method returns at once except `call`."""
 
-    facts: EngineFacts
+    @property
+    def facts(self) -> EngineFacts: ...
 
     @property
     def need(self) -> Need:

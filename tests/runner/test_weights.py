@@ -126,7 +126,7 @@ def test_results_tell_the_version_of_the_weights_that_computed_them(
     update = functools.partial(llm.update_weights_from_disk, str(folders[1]), weight_version="v2")
     updating = threading.Thread(target=update)
     updating.start()
-    while not llm._client._core._calls:  # type: ignore[attr-defined]  # until the call is on its way
+    while not llm._client._core._core._calls:  # type: ignore[attr-defined]  # until the call is on its way
         time.sleep(0.001)
     after = llm.generate(**asked)
     gate.set()

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenmill import runner
 from tokenmill.config import EngineConfig
+from tokenmill.core.forks import OwnCore
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.core.restart import LastingCore
 from tokenmill.core.watchdog import Pulse, Watchdog
@@ -26,8 +27,8 @@ def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
     `deliver` gets the Outputs of a step, `died` the error that ended the loop, each from a core thread.
     """
     if config.core_process:
-        return LastingCore(config, deliver=deliver, died=died)
-    return CoreThread(partial(runner.start, config), config, deliver=deliver, died=died)
+        return OwnCore(LastingCore(config, deliver=deliver, died=died))
+    return OwnCore(CoreThread(partial(runner.start, config), config, deliver=deliver, died=died))
 
 
 class CoreThread:

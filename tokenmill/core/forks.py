@@ -1,0 +1,62 @@
+"""A core in a process that was forked from the one that opened it: refused, instead of waited for.
+
+Such a process has neither the core's thread nor its answers, yet all that it would send reaches the core.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tokenmill.errors import WrongState
+from tokenmill.messages import AnswerSink, Core, EngineFacts, Need, Request
+
+
+class OwnCore:
+    """A core for the process that opened it alone. See `Core`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._process_id = os.getpid()
+
+    @property
+    def facts(self) -> EngineFacts:
+        """See `Core`."""
+        return self._core.facts
+
+    @property
+    def need(self) -> Need:
+        """See `Core`."""
+        return self._core.need
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See `Core`. Raises `WrongState` in another process."""
+        self._check()
+        self._core.submit(requests)
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """See `Core`. In another process, a copy of a stream that comes to its end ends nothing."""
+        if self._is_here:
+            self._core.cancel(request_ids)
+
+    def call(self, name: str, *, answered: AnswerSink | None = None, **arguments: Any) -> Any:
+        """See `Core`. Raises `WrongState` in another process."""
+        self._check()
+        return self._core.call(name, answered=answered, **arguments)
+
+    def close(self) -> None:
+        """See `Core`. What ends in another process is a copy of the engine."""
+        if self._is_here:
+            self._core.close()
+
+    @property
+    def _is_here(self) -> bool:
+        return os.getpid() == self._process_id
+
+    def _check(self) -> None:
+        if not self._is_here:
+            raise WrongState(
+                f"this engine belongs to process {self._process_id}, of which {os.getpid()} is a fork; "
+                "open an engine in the new process, and start that with multiprocessing's method 'spawn'"
+            )
