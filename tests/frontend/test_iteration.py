@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import itertools
+import re
 import signal
 import threading
 import time
@@ -296,10 +297,15 @@ def test_what_holds_for_all_is_refused_at_once(engine: sgl.Engine) -> None:
         ({"priority": "high"}, "priority"),
         ({"prioritty": 1}, "Did you mean 'priority'"),
         ({"session_params": {"id": "a"}}, "turn by turn"),
+        ({"stream": True}, "stream is no keyword of all items, got True (bool); results of items come"),
+        ({"rid": "zz"}, "rid is no keyword of all items, got 'zz' (str); give each item its own"),
+        ({"input_ids": [1]}, "input_ids is no keyword of all items, got [1]"),
+        ({"prompt": "a"}, "prompt is no keyword of all items, got 'a' (str); give each prompt as"),
     ):
-        with pytest.raises(sgl.InvalidArgument, match=words.replace("(", "\\(")):
+        with pytest.raises(sgl.InvalidArgument, match=re.escape(words)):
             engine.iter(**{"prompts": items, **arguments})
     assert items.count == 0
+    assert next(engine.iter(["a"], stream=False, rid=None))["text"] == "a"
     with pytest.raises(sgl.WrongType, match="use `async for`"):
         next(engine.iter(each(["a"])))
 
