@@ -227,9 +227,33 @@ def test_types_do_not_depend_on_where_a_chunk_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "type"),
+    [
+        ([2**64 - 1], pyarrow.uint64()),
+        ([1, None, 2**63], pyarrow.uint64()),
+        ([1] * 2000 + [2**63], pyarrow.uint64()),
+        ([2**63 - 1, -1], pyarrow.int64()),
+        ([[1, 2**63], []], pyarrow.list_(pyarrow.uint64())),
+        ([{"a": 2**63, "b": "x"}], pyarrow.struct([("a", pyarrow.uint64()), ("b", pyarrow.string())])),
+    ],
+)
+def test_integers_without_a_sign_stay_integers_in_parquet(
+    tmp_path: Path, values: list[Any], type: Any
+) -> None:
+    path = tmp_path / "out.parquet"
+    write_table(path, again({"value": value} for value in values), format="parquet")
+    assert pyarrow.parquet.read_schema(path).field("value").type == type
+    assert [each["value"] for each in read_parquet(path)] == values
+
+
+@pytest.mark.parametrize(
     "values",
     [
         [1, "one"],
+        [2**63, -1],
+        [2**63, 0.5],
+        [2**64, 2**63],
+        [[2**63], "a"],
         [{"a": 1}, [2]],
         [{}, {}],
         [{"a": {}}, None],

@@ -21,6 +21,7 @@ Rows = Callable[[], Iterable[Row]]
 
 _ROWS_AT_ONCE = 1024
 _ROWS_IN_GROUP = 8 * _ROWS_AT_ONCE
+_LARGEST_SIGNED = 2**63 - 1
 
 
 def check_writable(format: str) -> None:
@@ -87,7 +88,9 @@ def _write_parquet(path: Path, rows: Rows) -> None:
         try:
             return _write_typed(path, rows, types)
         except _Spoiled as spoiled:  # a large integer among floats, for example; rare, so begin anew
-            types[spoiled.name] = None
+            known = types[spoiled.name]
+            unsigned = _unsigned(known)
+            types[spoiled.name] = None if unsigned == known else unsigned
 
 
 def _write_typed(path: Path, rows: Rows, types: _Types) -> None:
@@ -132,11 +135,38 @@ def _common_type(pyarrow: Any, known: Any, values: list[Any]) -> Any:
     if known is None:
         return None
     try:
-        found = pyarrow.array(values).type
+        found = _found_type(pyarrow, values)
         schemas = [pyarrow.schema([("value", type)]) for type in (known, found)]
         return pyarrow.unify_schemas(schemas, promote_options="permissive").field("value").type
     except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):
         return None
+
+
+def _found_type(pyarrow: Any, values: list[Any]) -> Any:
+    """The type that pyarrow finds for values; integers beyond 64 bits with a sign count as such with one."""
+    try:
+        return pyarrow.array(values).type
+    except OverflowError:
+        return pyarrow.array(_within_signed(values)).type
+
+
+def _within_signed(value: Any) -> Any:
+    """The value with smaller integers in place of those that only 64 bits without a sign may hold."""
+    if isinstance(value, dict):
+        return {name: _within_signed(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_within_signed(item) for item in value]
+    return min(value, _LARGEST_SIGNED) if isinstance(value, int) else value
+
+
+def _unsigned(type: Any) -> Any:
+    """The type with integers of 64 bits without a sign in place of those with one, at any depth."""
+    pyarrow = _pyarrow()
+    if pyarrow.types.is_list(type):
+        return pyarrow.list_(_unsigned(type.value_type))
+    if pyarrow.types.is_struct(type):
+        return pyarrow.struct([(field.name, _unsigned(field.type)) for field in type])
+    return pyarrow.uint64() if pyarrow.types.is_int64(type) else type
 
 
 def _storable(pyarrow: Any, type: Any) -> Any:
