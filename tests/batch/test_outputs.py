@@ -204,6 +204,15 @@ def test_no_rows_make_a_valid_table(tmp_path: Path, format: str) -> None:
     path = tmp_path / f"out.{format}"
     write_table(path, again([]), format=format)
     assert list(open_source(path)) == []
+    write_table(path, again([]), format=format, columns=["prompt", "n"])
+    assert (open_source(path).columns, list(open_source(path))) == (("prompt", "n"), [])
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_known_columns_are_written_though_no_row_has_them(tmp_path: Path, format: str) -> None:
+    path = tmp_path / f"out.{format}"
+    write_table(path, again([{"line": 2, "n": None}]), format=format, columns=["n", "prompt"])
+    assert open_source(path).columns == ("n", "prompt", "line")
 
 
 def test_parquet_keeps_types_and_nested_columns(tmp_path: Path) -> None:

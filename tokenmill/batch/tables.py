@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,24 @@ def check_writable(format: str) -> None:
         _pyarrow()
 
 
-def write_table(path: Path, rows: Rows, *, format: str) -> None:
+def write_table(path: Path, rows: Rows, *, format: str, columns: Sequence[str] = ()) -> None:
     """Write all rows as `csv`, `tsv` or `parquet`, in their order; `rows()` gives them from the start.
 
-    The same rows give the same bytes. An existing file is overwritten; whoever needs the file whole or not at
-    all gives the path of a new one and renames it.
+    `columns` come first, and are there whether a row has them or not. The same rows give the same bytes. An
+    existing file is overwritten; whoever needs the file whole or not at all gives the path of a new one and
+    renames it.
     """
     if format == "parquet":
-        _write_parquet(path, rows)
+        _write_parquet(path, rows, columns)
     else:
-        _write_csv(path, rows, delimiter="\t" if format == "tsv" else ",")
+        _write_csv(path, rows, columns, delimiter="\t" if format == "tsv" else ",")
 
 
 # ── CSV ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _write_csv(path: Path, rows: Rows, *, delimiter: str) -> None:
-    names = list(dict.fromkeys(name for row in rows() for name in row))
+def _write_csv(path: Path, rows: Rows, columns: Sequence[str], *, delimiter: str) -> None:
+    names = list(dict.fromkeys([*columns, *(name for row in rows() for name in row)]))
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         # With this end alone, every field with a carriage return or a line feed in it is quoted.
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\r\n")
@@ -82,8 +83,8 @@ class _Spoiled(Exception):
         self.name = name
 
 
-def _write_parquet(path: Path, rows: Rows) -> None:
-    types = _types(rows)
+def _write_parquet(path: Path, rows: Rows, columns: Sequence[str]) -> None:
+    types = _types(rows, columns)
     while True:
         try:
             return _write_typed(path, rows, types)
@@ -119,10 +120,10 @@ def _column_names(names: Iterable[str]) -> list[str]:
     return [*shown]
 
 
-def _types(rows: Rows) -> _Types:
+def _types(rows: Rows, columns: Sequence[str]) -> _Types:
     """The type that the values of each column have in common."""
     pyarrow = _pyarrow()
-    types: _Types = {}
+    types: _Types = dict.fromkeys(columns, pyarrow.null())
     for chunk in _chunks(rows(), _ROWS_AT_ONCE):
         for name in dict.fromkeys(name for row in chunk for name in row):
             values = [row.get(name) for row in chunk]
