@@ -135,6 +135,7 @@ def test_values_that_json_has_not() -> None:
         "deep": [float("inf"), (1, 2)],
         "bytes": b"\xff\0",
         "day": datetime.date(2026, 3, 1),
+        "long": datetime.timedelta(days=1, microseconds=1),
         "sum": Decimal("1.10"),
         "half": "\ud800x",
     }
@@ -144,6 +145,7 @@ def test_values_that_json_has_not() -> None:
         "deep": [None, [1, 2]],
         "bytes": "/wA=",
         "day": "2026-03-01",
+        "long": "PT86400.000001S",
         "sum": "1.10",
         "half": "\ud800x",
     }
