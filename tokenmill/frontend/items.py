@@ -29,6 +29,9 @@ _PROMPT_KEYS = ("prompt", "input_ids", "messages")
 _CHAT_KEYS = tuple(field.name for field in dataclasses.fields(ChatOptions))
 _OPTION_KEYS = tuple(name for name in (*GenerateOptions.__annotations__, *MEDIA) if name != "on_error")
 _ITEM_KEYS = (*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_OPTION_KEYS)
+
+_NO_TOKENS: IntArray = np.empty(0, np.int32)
+
 # Keywords of `generate` that cannot hold for all items, and what to do instead.
 _NOT_FOR_ALL = {
     "prompt": "give each prompt as an item",
@@ -36,8 +39,6 @@ _NOT_FOR_ALL = {
     "rid": "give each item its own: {'prompt': '...', 'rid': '...'}",
     "stream": "results of items come whole; for streams use generate() or chat()",
 }
-
-_NO_TOKENS: IntArray = np.empty(0, np.int32)
 
 Read = TypeVar("Read")
 # What messages call a prompt, its text (None: it is tokens), and its tokens.
