@@ -20,6 +20,7 @@ from tests.batch.row_files import SHORT, Rows, capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.line_file import LineFile
+from tokenmill.batch.sources import open_source
 from tokenmill.cli import main
 
 pytestmark = pytest.mark.cpu
@@ -344,6 +345,14 @@ def test_files_of_columns_are_written_at_the_end_and_replayed(do: Callable[..., 
     assert do(output="out.csv")["rows"]["replayed"] == 5
     assert (tmp_path / "out.csv").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.csv", "out.csv.journal"}
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_a_file_without_rows_keeps_its_columns(tmp_path: Path, tiny_engine: Engine, format: str) -> None:
+    (tmp_path / "in.csv").write_text("id,prompt\n")
+    out = tmp_path / f"out.{format}"
+    batch.run(tmp_path / "in.csv", out, engine=tiny_engine)
+    assert open_source(out).columns == ("id", "prompt")
 
 
 def test_a_batch_file_of_openai_gets_its_two_files(do: Callable[..., Any], out: Path, tmp_path: Path) -> None:

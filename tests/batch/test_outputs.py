@@ -136,6 +136,7 @@ def test_values_that_json_has_not() -> None:
         "deep": [float("inf"), (1, 2)],
         "bytes": b"\xff\0",
         "day": datetime.date(2026, 3, 1),
+        "long": datetime.timedelta(days=1, microseconds=1),
         "sum": Decimal("1.10"),
         "half": "\ud800x",
     }
@@ -145,6 +146,7 @@ def test_values_that_json_has_not() -> None:
         "deep": [None, [1, 2]],
         "bytes": "/wA=",
         "day": "2026-03-01",
+        "long": "PT86400.000001S",
         "sum": "1.10",
         "half": "\ud800x",
     }
@@ -224,6 +226,15 @@ def test_no_rows_make_a_valid_table(tmp_path: Path, format: str) -> None:
     path = tmp_path / f"out.{format}"
     write_table(path, again([]), format=format)
     assert list(open_source(path)) == []
+    write_table(path, again([]), format=format, columns=["prompt", "n"])
+    assert (open_source(path).columns, list(open_source(path))) == (("prompt", "n"), [])
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_known_columns_are_written_though_no_row_has_them(tmp_path: Path, format: str) -> None:
+    path = tmp_path / f"out.{format}"
+    write_table(path, again([{"line": 2, "n": None}]), format=format, columns=["n", "prompt"])
+    assert open_source(path).columns == ("n", "prompt", "line")
 
 
 def test_parquet_keeps_types_and_nested_columns(tmp_path: Path) -> None:
@@ -247,9 +258,33 @@ def test_types_do_not_depend_on_where_a_chunk_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "type"),
+    [
+        ([2**64 - 1], pyarrow.uint64()),
+        ([1, None, 2**63], pyarrow.uint64()),
+        ([1] * 2000 + [2**63], pyarrow.uint64()),
+        ([2**63 - 1, -1], pyarrow.int64()),
+        ([[1, 2**63], []], pyarrow.list_(pyarrow.uint64())),
+        ([{"a": 2**63, "b": "x"}], pyarrow.struct([("a", pyarrow.uint64()), ("b", pyarrow.string())])),
+    ],
+)
+def test_integers_without_a_sign_stay_integers_in_parquet(
+    tmp_path: Path, values: list[Any], type: Any
+) -> None:
+    path = tmp_path / "out.parquet"
+    write_table(path, again({"value": value} for value in values), format="parquet")
+    assert pyarrow.parquet.read_schema(path).field("value").type == type
+    assert [each["value"] for each in read_parquet(path)] == values
+
+
+@pytest.mark.parametrize(
     "values",
     [
         [1, "one"],
+        [2**63, -1],
+        [2**63, 0.5],
+        [2**64, 2**63],
+        [[2**63], "a"],
         [{"a": 1}, [2]],
         [{}, {}],
         [{"a": {}}, None],

@@ -328,8 +328,8 @@ def test_a_damaged_part_of_a_parquet_file_costs_its_rows_only(tmp_path: Path) ->
 
 
 def test_a_value_without_a_python_counterpart_costs_its_row_only(tmp_path: Path) -> None:
-    days = pyarrow.array([1, 2**62, 3], pyarrow.timestamp("ms"))
-    first, bad, last = open_source(parquet_file(tmp_path, pyarrow.table({"day": days})))
+    words = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    first, bad, last = open_source(parquet_file(tmp_path, pyarrow.table({"word": words})))
     assert (first.error, last.error) == (None, None)
     assert "row 1: a value cannot be read" in message_of(bad)
 
@@ -338,8 +338,8 @@ def test_times_in_nanoseconds_are_text_where_python_has_none(tmp_path: Path) -> 
     times = pyarrow.array([1000, 1001, None], pyarrow.timestamp("ns"))
     rows = fields_of(open_source(parquet_file(tmp_path, pyarrow.table({"id": [1, 2, 3], "time": times}))))
     assert [row["id"] for row in rows] == [1, 2, 3]
-    assert str(rows[0]["time"]) == "1970-01-01 00:00:00.000001"
-    assert str(rows[1]["time"]) == "1970-01-01 00:00:00.000001001"
+    assert rows[0]["time"].isoformat() == "1970-01-01T00:00:00.000001"
+    assert rows[1]["time"] == "1970-01-01T00:00:00.000001001"
     assert rows[2]["time"] is None
 
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import itertools
+import re
 import signal
 import threading
 import time
@@ -296,10 +297,15 @@ def test_what_holds_for_all_is_refused_at_once(engine: sgl.Engine) -> None:
         ({"priority": "high"}, "priority"),
         ({"prioritty": 1}, "Did you mean 'priority'"),
         ({"session_params": {"id": "a"}}, "turn by turn"),
+        ({"stream": True}, "stream is no keyword of all items, got True (bool); results of items come"),
+        ({"rid": "zz"}, "rid is no keyword of all items, got 'zz' (str); give each item its own"),
+        ({"input_ids": [1]}, "input_ids is no keyword of all items, got [1]"),
+        ({"prompt": "a"}, "prompt is no keyword of all items, got 'a' (str); give each prompt as"),
     ):
-        with pytest.raises(sgl.InvalidArgument, match=words.replace("(", "\\(")):
+        with pytest.raises(sgl.InvalidArgument, match=re.escape(words)):
             engine.iter(**{"prompts": items, **arguments})
     assert items.count == 0
+    assert next(engine.iter(["a"], stream=False, rid=None))["text"] == "a"
     with pytest.raises(sgl.WrongType, match="use `async for`"):
         next(engine.iter(each(["a"])))
 
@@ -560,6 +566,66 @@ def test_one_kind_of_loop_for_an_iterator(engine: sgl.Engine) -> None:
         await results.aclose()
 
     asyncio.run(mixed())
+
+
+def test_a_second_task_is_refused_and_the_first_goes_on(engine: sgl.Engine) -> None:
+    async def both() -> None:
+        results = engine.iter(TEXTS, order="input")
+        got, refusal = await asyncio.wait_for(
+            asyncio.gather(collected(results), collected(results), return_exceptions=True), 10
+        )
+        assert isinstance(got, list)
+        assert [result["text"] for result in got] == TEXTS
+        assert isinstance(refusal, sgl.WrongState)
+        assert "another thread or task waits" in str(refusal)
+
+    asyncio.run(both())
+
+
+def test_no_row_is_lost_among_threads_that_share_an_iterator(engine: sgl.Engine) -> None:
+    results = engine.iter(TEXTS)
+    texts: list[str] = []
+    refusals: list[Exception] = []
+
+    def use() -> None:
+        try:
+            texts.extend(result["text"] for result in results)
+        except sgl.WrongState as refusal:
+            refusals.append(refusal)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(texts) == sorted(TEXTS)
+    assert len(refusals) < 4
+
+
+def test_closing_ends_the_wait_of_others(engine: sgl.Engine, cores: list[Any], gate: Any) -> None:
+    gate.clear()  # nothing runs
+    for source in (["a"], endless_after(0)):
+        results = engine.iter(source)
+        got: list[Any] = []
+        thread = threading.Thread(target=lambda got, results: got.append([*results]), args=(got, results))
+        thread.start()
+        wait_until(lambda: bool(engine._client._flying))
+        results.close()
+        thread.join(timeout=10)
+        assert got == [[]]
+
+    async def waiting(source: Any) -> None:
+        results = engine.iter(source)
+        waiter = asyncio.create_task(collected(results))
+        while not engine._client._flying:
+            await asyncio.sleep(0.002)
+        await results.aclose()
+        assert await asyncio.wait_for(waiter, 10) == []
+
+    asyncio.run(waiting(["a"]))
+    asyncio.run(waiting(each(["a"])))
+    gate.set()
+    wait_until(lambda: is_clean(engine, cores[0]))
 
 
 @pytest.mark.parametrize("order", ["completion", "input"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.batch.input_record import Record, faulty, fingerprint_of
+from tokenmill.batch.times import arrow_text
 from tokenmill.errors import InvalidArgument, did_you_mean, told
 from tokenmill.sampling_params import brief, show
 
@@ -160,19 +161,36 @@ def _values(column: Any) -> list[Any]:
     try:
         values: list[Any] = column.to_pylist()
         return values
-    except Exception as error:
-        if len(column) == 1:
-            return [_text_of(column) or error]
-    return [_values(column.slice(place, 1))[0] for place in range(len(column))]
-
-
-def _text_of(column: Any) -> str | None:
-    """The only value of a column as text, such as a time in nanoseconds; None where pyarrow knows none."""
-    try:
-        text: str = column.cast("string")[0].as_py()
     except Exception:
-        return None
-    return None if text.startswith("<") else text  # what is said of days that no calendar has
+        return [_value_or_fault(scalar) for scalar in column]
+
+
+def _value_or_fault(scalar: Any) -> Any:
+    try:
+        return _value(scalar)
+    except Exception as error:
+        return error
+
+
+def _value(scalar: Any) -> Any:
+    """A value as Python has it; times that it has not are text, at any depth. Raises what pyarrow raises."""
+    import pyarrow
+
+    kind, types = scalar.type, pyarrow.types
+    try:
+        return scalar.as_py()
+    except Exception:
+        if types.is_struct(kind):
+            return {name: _value(item) for name, item in scalar.items()}
+        if types.is_map(kind):
+            return [tuple(_value(pair).values()) for pair in scalar.values]
+        if types.is_dictionary(kind):
+            return _value(scalar.value)
+        if types.is_nested(kind) and hasattr(scalar, "values"):  # a list of whatever kind
+            return [_value(item) for item in scalar.values]
+        if (text := arrow_text(scalar)) is None:
+            raise
+        return text
 
 
 def _row(names: Sequence[str], values: Sequence[Any]) -> _Row:

@@ -6,12 +6,14 @@ Owns what becomes of values that files of columns hold and JSON has not.
 from __future__ import annotations
 
 import base64
+import datetime
 import json
 import math
 from collections.abc import Callable
 from json import encoder as json_encoder
 from typing import Any
 
+from tokenmill.batch.times import timedelta_text
 from tokenmill.sampling_params import brief
 
 _LONGEST_LINE = 200
@@ -40,7 +42,8 @@ def json_line(value: Any) -> bytes:
 def json_bytes(value: Any) -> bytes:
     """The value as JSON in UTF-8, readable where it is text at all.
 
-    A number that is not finite becomes null, bytes become base64, dates and whatever else becomes its text.
+    A number that is not finite becomes null, bytes become base64, times become ISO 8601, and whatever else
+    becomes its text.
     """
     try:
         text = _encode(value)
@@ -65,6 +68,8 @@ def _told(value: Any) -> Any:
         return base64.b64encode(value).decode()
     if callable(getattr(value, "tolist", None)):  # an array or tensor
         return _finite(value.tolist())
+    if isinstance(value, datetime.timedelta):
+        return timedelta_text(value)
     return value.isoformat() if callable(getattr(value, "isoformat", None)) else str(value)
 
 

@@ -46,7 +46,7 @@ class TableOutput:
 
         def write(target: Path) -> None:
             try:
-                write_table(target, rows, format=self._format)
+                write_table(target, rows, format=self._format, columns=self._source.columns or ())
             except Exception:
                 self._check_source()  # which explains whatever went wrong
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ Rows = Callable[[], Iterable[Row]]
 
 _ROWS_AT_ONCE = 1024
 _ROWS_IN_GROUP = 8 * _ROWS_AT_ONCE
+_LARGEST_SIGNED = 2**63 - 1
 
 
 def check_writable(format: str) -> None:
@@ -29,23 +30,24 @@ def check_writable(format: str) -> None:
         _pyarrow()
 
 
-def write_table(path: Path, rows: Rows, *, format: str) -> None:
+def write_table(path: Path, rows: Rows, *, format: str, columns: Sequence[str] = ()) -> None:
     """Write all rows as `csv`, `tsv` or `parquet`, in their order; `rows()` gives them from the start.
 
-    The same rows give the same bytes. An existing file is overwritten; whoever needs the file whole or not at
-    all gives the path of a new one and renames it.
+    `columns` come first, and are there whether a row has them or not. The same rows give the same bytes. An
+    existing file is overwritten; whoever needs the file whole or not at all gives the path of a new one and
+    renames it.
     """
     if format == "parquet":
-        _write_parquet(path, rows)
+        _write_parquet(path, rows, columns)
     else:
-        _write_csv(path, rows, delimiter="\t" if format == "tsv" else ",")
+        _write_csv(path, rows, columns, delimiter="\t" if format == "tsv" else ",")
 
 
 # ── CSV ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _write_csv(path: Path, rows: Rows, *, delimiter: str) -> None:
-    names = list(dict.fromkeys(name for row in rows() for name in row))
+def _write_csv(path: Path, rows: Rows, columns: Sequence[str], *, delimiter: str) -> None:
+    names = list(dict.fromkeys([*columns, *(name for row in rows() for name in row)]))
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         # With this end alone, every field with a carriage return or a line feed in it is quoted.
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\r\n")
@@ -81,13 +83,15 @@ class _Spoiled(Exception):
         self.name = name
 
 
-def _write_parquet(path: Path, rows: Rows) -> None:
-    types = _types(rows)
+def _write_parquet(path: Path, rows: Rows, columns: Sequence[str]) -> None:
+    types = _types(rows, columns)
     while True:
         try:
             return _write_typed(path, rows, types)
         except _Spoiled as spoiled:  # a large integer among floats, for example; rare, so begin anew
-            types[spoiled.name] = None
+            known = types[spoiled.name]
+            unsigned = _unsigned(known)
+            types[spoiled.name] = None if unsigned == known else unsigned
 
 
 def _write_typed(path: Path, rows: Rows, types: _Types) -> None:
@@ -116,10 +120,10 @@ def _column_names(names: Iterable[str]) -> list[str]:
     return [*shown]
 
 
-def _types(rows: Rows) -> _Types:
+def _types(rows: Rows, columns: Sequence[str]) -> _Types:
     """The type that the values of each column have in common."""
     pyarrow = _pyarrow()
-    types: _Types = {}
+    types: _Types = dict.fromkeys(columns, pyarrow.null())
     for chunk in _chunks(rows(), _ROWS_AT_ONCE):
         for name in dict.fromkeys(name for row in chunk for name in row):
             values = [row.get(name) for row in chunk]
@@ -132,11 +136,38 @@ def _common_type(pyarrow: Any, known: Any, values: list[Any]) -> Any:
     if known is None:
         return None
     try:
-        found = pyarrow.array(values).type
+        found = _found_type(pyarrow, values)
         schemas = [pyarrow.schema([("value", type)]) for type in (known, found)]
         return pyarrow.unify_schemas(schemas, promote_options="permissive").field("value").type
     except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):
         return None
+
+
+def _found_type(pyarrow: Any, values: list[Any]) -> Any:
+    """The type that pyarrow finds for values; integers beyond 64 bits with a sign count as such with one."""
+    try:
+        return pyarrow.array(values).type
+    except OverflowError:
+        return pyarrow.array(_within_signed(values)).type
+
+
+def _within_signed(value: Any) -> Any:
+    """The value with smaller integers in place of those that only 64 bits without a sign may hold."""
+    if isinstance(value, dict):
+        return {name: _within_signed(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_within_signed(item) for item in value]
+    return min(value, _LARGEST_SIGNED) if isinstance(value, int) else value
+
+
+def _unsigned(type: Any) -> Any:
+    """The type with integers of 64 bits without a sign in place of those with one, at any depth."""
+    pyarrow = _pyarrow()
+    if pyarrow.types.is_list(type):
+        return pyarrow.list_(_unsigned(type.value_type))
+    if pyarrow.types.is_struct(type):
+        return pyarrow.struct([(field.name, _unsigned(field.type)) for field in type])
+    return pyarrow.uint64() if pyarrow.types.is_int64(type) else type
 
 
 def _storable(pyarrow: Any, type: Any) -> Any:

@@ -26,6 +26,7 @@ class Mailbox:
         self._arrived: list[tuple[Call, Arrived]] = []
         self._failure: TokenmillError | None = None
         self._wake: Wake | None = None
+        self._closed = False
 
     def put(self, arrived: Sequence[tuple[Call, Arrived]]) -> None:
         """Add what the core sent for some calls, and wake the taker."""
@@ -51,7 +52,15 @@ class Mailbox:
                 if self._failure is not None:
                     raise self._failure
                 self._wake = wake
+        if self._closed and not arrived:
+            wake()
         return arrived
+
+    def close(self) -> None:
+        """Let nobody wait any more. Takes no lock, because the garbage collector may call it anywhere."""
+        self._closed = True
+        if self._wake is not None:
+            self._wake()
 
 
 class Call:

@@ -33,6 +33,14 @@ _ITEM_KEYS = frozenset((*_PROMPT_KEYS, "sampling_params", "rid", *_CHAT_KEYS, *_
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
 _READING = reading("an item")
 
+# Keywords of `generate` that cannot hold for all items, and what to do instead.
+_NOT_FOR_ALL = {
+    "prompt": "give each prompt as an item",
+    "input_ids": "give each prompt as an item: its token ids, or {'input_ids': [...]}",
+    "rid": "give each item its own: {'prompt': '...', 'rid': '...'}",
+    "stream": "results of items come whole; for streams use generate() or chat()",
+}
+
 Read = TypeVar("Read")
 # What messages call a prompt, its text (None: it is tokens), and its tokens.
 _Prompt = tuple[str, str | None, IntArray]
@@ -102,7 +110,7 @@ class ItemReader:
             settings = self._reader.settings(sampling_params)
         chat = {name: value for name, value in options.items() if name in _CHAT_KEYS}
         rest = {name: value for name, value in options.items() if name not in _CHAT_KEYS}
-        _check_no_session(rest)
+        _check_for_all(rest)
         [asked] = read_options(rest, ["an item"], single=True, facts=self._facts)
         return _Common(
             _written(sampling_params, settings.params), settings, rest, asked, state_format(rest), chat
@@ -214,6 +222,16 @@ def _written(value: Any, params: SamplingParams) -> Mapping[str, Any]:
     default = SamplingParams()
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return {name: each for name, each in given.items() if each != getattr(default, name)}
+
+
+def _check_for_all(options: Mapping[str, Any]) -> None:
+    """Raise for what cannot hold for all items, and would have no effect."""
+    for name, remedy in _NOT_FOR_ALL.items():
+        value = options.get(name)
+        is_off = value is None or (name == "stream" and value is False)
+        if not is_off:
+            raise InvalidArgument(f"{name} is no keyword of all items, got {show(value)}; {remedy}")
+    _check_no_session(options)
 
 
 def _check_no_session(options: Mapping[str, Any]) -> None:

@@ -231,7 +231,7 @@ class Flow:
         with contextlib.closing(self):
             if fills_up_first:
                 is_open, failure = self._add_first(entries)
-            while is_open or self.num_held:
+            while not self._closed and (is_open or self.num_held):
                 began = time.perf_counter()
                 if is_open and self.has_room and (began >= rest or not self.has_ready):
                     try:
@@ -371,8 +371,9 @@ class Flow:
             self._slots.append(slot)
 
     def close(self) -> None:
-        """Cancel what runs, and forget the rest. Idempotent."""
+        """Cancel what runs, and forget the rest; who waits sees the end. Idempotent."""
         self._closed = True
+        self._mail.close()
         running, self._running = self._running, {}
         self._finished.clear()
         self._slots.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
     """Result dicts of rows that are read as it goes, for either `for` or `async for`.
 
     Closing it, letting go of it, or leaving its `with` block cancels what has not finished. One thread or
-    task uses it.
+    task uses it at a time, and another one that comes meanwhile gets a `WrongState`; any may close it.
     """
 
     def __init__(
@@ -59,10 +60,18 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         self._async_rows: _AsyncRows | None = None
         self._ready: deque[dict[str, Any]] = deque()  # samples of the row that is being handed out
         self._closed = False
+        self._in_use = threading.Lock()  # held by whoever waits for a result
 
     # ── for ──
 
     def __next__(self) -> dict[str, Any]:
+        self._begin_use()
+        try:
+            return self._next()
+        finally:
+            self._in_use.release()
+
+    def _next(self) -> dict[str, Any]:
         if not self._ready:
             if self._closed:
                 raise StopIteration
@@ -105,6 +114,13 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
     # ── async for ──
 
     async def __anext__(self) -> dict[str, Any]:
+        self._begin_use()
+        try:
+            return await self._async_next()
+        finally:
+            self._in_use.release()
+
+    async def _async_next(self) -> dict[str, Any]:
         if not self._ready:
             if self._closed:
                 raise StopAsyncIteration
@@ -135,6 +151,16 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    # ── for both ──
+
+    def _begin_use(self) -> None:
+        """Raise `WrongState` while another thread or task waits for a result, and leave that one alone."""
+        if not self._in_use.acquire(blocking=False):
+            raise WrongState(
+                "another thread or task waits for a result of this iterator; make one for each, or let one "
+                "of them hand the results on"
+            )
 
     def _hand_out(self, entry: Entry, results: list[dict[str, Any]]) -> None:
         for sample, result in enumerate(results):
@@ -331,6 +357,7 @@ class _AsyncRows:
     def _cancel(self) -> None:
         _cancel(self._reading)
         self._items.cancel()
+        self._wake()
 
     async def ended(self) -> None:
         """Returns when no task reads any more, after `close`."""

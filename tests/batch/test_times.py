@@ -1,0 +1,64 @@
+"""Times of Parquet files in JSON: ISO 8601 in one form, to the last digit, in any year."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from tokenmill.batch.json_text import json_line
+from tokenmill.batch.sources import open_source
+
+pytestmark = pytest.mark.unit
+
+SECOND = 10**9
+AT = 1_700_000_000 * SECOND
+ZONE = "Europe/Berlin"
+
+
+def read_back(folder: Path, column: Any) -> list[Any]:
+    """The values of a column of a Parquet file as JSON has them."""
+    path = folder / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(len(column)), "time": column}), path)
+    rows = [record.fields for record in open_source(path)]
+    return [json.loads(json_line(row))["time"] for row in rows if row is not None]
+
+
+@pytest.mark.parametrize(
+    ("values", "type", "texts"),
+    [
+        ([AT, AT + 1], pyarrow.timestamp("ns"), ["2023-11-14T22:13:20", "2023-11-14T22:13:20.000000001"]),
+        (
+            [AT, AT + 1, -1],
+            pyarrow.timestamp("ns", ZONE),
+            [
+                "2023-11-14T23:13:20+01:00",
+                "2023-11-14T23:13:20.000000001+01:00",
+                "1970-01-01T00:59:59.999999999+01:00",
+            ],
+        ),
+        ([SECOND, 1, -1], pyarrow.duration("ns"), ["PT1S", "PT0.000000001S", "-PT0.000000001S"]),
+        ([90_000, -1, 2**62], pyarrow.duration("s"), ["PT90000S", "-PT1S", f"PT{2**62}S"]),
+        ([SECOND, 1], pyarrow.time64("ns"), ["00:00:01", "00:00:00.000000001"]),
+        ([0, 253402300800], pyarrow.timestamp("s"), ["1970-01-01T00:00:00", "+10000-01-01T00:00:00"]),
+        ([253402300800], pyarrow.timestamp("s", ZONE), ["+10000-01-01T00:00:00+00:00"]),
+        ([-719529, 2**31 - 1], pyarrow.date32(), ["-0001-12-31", "+5881580-07-11"]),
+        ([[AT + 1], None], pyarrow.list_(pyarrow.timestamp("ns")), [["2023-11-14T22:13:20.000000001"], None]),
+        ([{"at": 1}], pyarrow.struct([("at", pyarrow.duration("ns"))]), [{"at": "PT0.000000001S"}]),
+        (
+            [[("at", AT + 1)]],
+            pyarrow.map_(pyarrow.string(), pyarrow.timestamp("ns")),
+            [[["at", "2023-11-14T22:13:20.000000001"]]],
+        ),
+    ],
+)
+def test_all_times_are_iso_8601(tmp_path: Path, values: list[Any], type: Any, texts: Any) -> None:
+    assert read_back(tmp_path, pyarrow.array(values, type)) == texts
+
+
+def test_dictionaries_of_times_are_read_as_times(tmp_path: Path) -> None:
+    times = pyarrow.array([AT, AT + 1], pyarrow.timestamp("ns")).dictionary_encode()
+    assert read_back(tmp_path, times)[1] == "2023-11-14T22:13:20.000000001"
