@@ -72,10 +72,10 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 0)
     replay, steps = prompt_graphs.PromptGraphs.replay, []
 
-    def observed(self: Any, plan: Any) -> Any:
-        drawn = replay(self, plan)
-        steps.append(drawn is not None)
-        return drawn
+    def observed(self: Any, plan: Any, **options: Any) -> Any:
+        made = replay(self, plan, **options)
+        steps.append(made is not None)
+        return made
 
     monkeypatch.setattr(prompt_graphs.PromptGraphs, "replay", observed)
     return steps
