@@ -1,7 +1,7 @@
 """Offline inference for large language models, with the API of SGLang's `Engine`.
 
-The names below are the whole public surface. `Engine` is imported when it is first used, so that importing
-the package is quick and touches neither torch nor transformers.
+The names below are the whole public surface. `Engine` and `ServerArgs` are imported when they are first used, so
+that importing the package is quick and touches neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.arguments import ServerArgs
 from tokenmill.config import EngineConfig
 from tokenmill.errors import (
     EngineClosed,
@@ -33,6 +32,7 @@ from tokenmill.imports import kept_byte_code
 from tokenmill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from tokenmill.arguments import ServerArgs
     from tokenmill.engine import Engine
 
 __version__ = "0.1.0"
@@ -64,6 +64,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "batch":
         return importlib.import_module("tokenmill.batch")
+    if name == "ServerArgs":
+        return importlib.import_module("tokenmill.arguments").ServerArgs
     if name != "Engine":
         raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
     with kept_byte_code("torch"):

@@ -92,6 +92,13 @@ def test_whatever_changes_nothing_does_not(key: Key, asked: dict[str, Any]) -> N
     assert key(**asked) == key()
 
 
+def test_biases_count_in_any_order(key: Key) -> None:
+    given = {"7": 1.0, "12": -2.0}
+    turned = dict(reversed(given.items()))
+    assert key(params={"logit_bias": given}) == key(params={"logit_bias": turned})
+    assert key(params={"logit_bias": given}) != key(params={"logit_bias": {"7": -2.0, "12": 1.0}})
+
+
 def test_any_json_for_a_processor_counts_as_it_is_written(key: Key) -> None:
     """Whatever was read before: 1 is not True, and an object has no order."""
 

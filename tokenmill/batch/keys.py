@@ -194,6 +194,8 @@ def _settings_text(request: Request) -> str:
     params = {name: value for name, default in _PARAMS if (value := getattr(request.params, name)) != default}
     if "custom_params" in params:  # any JSON: the same whatever the order of its keys
         params["custom_params"] = json.dumps(params["custom_params"], sort_keys=True)
+    if "logit_bias" in params:  # all are added, in whatever order
+        params["logit_bias"] = tuple(sorted(params["logit_bias"]))
     return repr(
         (
             sorted(params.items()),
