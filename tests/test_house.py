@@ -27,7 +27,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
-GROUND |= {"cache_folder", "garbage", "imports"}
+GROUND |= {"cache_folder", "frozen", "garbage", "imports"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -83,6 +83,7 @@ GRANTS: dict[str, set[str]] = {
     "sampling_params": set(),
     "patterns": set(),
     "cache_folder": set(),
+    "frozen": set(),
     "garbage": set(),
     "imports": set(),
     "constraints": set(),
@@ -95,7 +96,7 @@ GRANTS: dict[str, set[str]] = {
 GROUND_GRANTS: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
-    "messages": {"config", "errors", "sampling_params"},
+    "messages": {"config", "errors", "frozen", "sampling_params"},
     "sampling_params": {"config", "constraints", "errors", "patterns"},
     "patterns": {"errors"},
     "constraints": {"errors"},
@@ -108,6 +109,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "metrics": {"errors"},
     "tiny": set(),
     "cache_folder": set(),
+    "frozen": set(),
     "garbage": set(),
     "imports": {"cache_folder", "garbage"},
 }

@@ -1,7 +1,7 @@
 """Offline inference for large language models, with the API of SGLang's `Engine`.
 
-The names below are the whole public surface. `Engine` and `ServerArgs` are imported when they are first used, so
-that importing the package is quick and touches neither torch nor transformers.
+The names below are the whole public surface. `Engine` and `ServerArgs` are imported when they are first used,
+so that importing the package is quick and touches neither torch nor transformers.
 """
 
 from __future__ import annotations

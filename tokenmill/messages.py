@@ -8,27 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill.frozen import lightly_frozen
 from tokenmill.sampling_params import SamplingParams
 
 IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-Class = TypeVar("Class")
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def lightly_frozen(*, eq: bool = True, kw_only: bool = False) -> Callable[[type[Class]], type[Class]]:
-    """A dataclass of which several are made for every row: frozen, but only the type checker says so.
-
-    Those that Python itself holds frozen take five times as long to be made, and twice as long to be pickled.
-    """
-    return dataclass(slots=True, eq=eq, kw_only=kw_only)
 
 
 # ── frontend <-> core ─────────────────────────────────────────────────────────────────────────

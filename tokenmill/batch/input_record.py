@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill.errors import InvalidArgument, RowError
-from tokenmill.messages import lightly_frozen
+from tokenmill.frozen import lightly_frozen
 
 # A row longer than this is told as a fault and passed over, so that one row cannot fill the memory.
 MAX_ROW_BYTES = 256 * 2**20

@@ -21,7 +21,8 @@ from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.inputs import sample_seed
-from tokenmill.messages import LogprobOptions, Request, lightly_frozen
+from tokenmill.frozen import lightly_frozen
+from tokenmill.messages import LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show
 
 # Arguments of the engine on which answers depend, besides the files of model and tokenizer. The others say

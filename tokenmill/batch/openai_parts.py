@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmill.batch.input_record import Record, Source
 from tokenmill.frontend.openai import COMPLETIONS_URL, MOST_PROMPTS
-from tokenmill.messages import lightly_frozen
+from tokenmill.frozen import lightly_frozen
 
 Results = Sequence[Mapping[str, Any]]
 

@@ -11,8 +11,6 @@ import datetime
 import re
 from typing import Any
 
-import numpy as np
-
 _IN_NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}
 _MILLISECONDS_OF_DAY = 24 * 60 * 60 * 1000
 
@@ -69,6 +67,8 @@ def _fine_text(nanoseconds: int, type: Any, digits_end: int) -> str:
 
 def _far_text(value: int, unit: Any) -> str:
     """A time in a year of any length: at least four digits, and with more of them a sign, as in ISO 8601."""
+    import numpy as np
+
     text = re.sub(r"\.0+$", "", str(np.datetime64(value, unit)))  # no fraction of nothing, as in Python
     minus, year, rest = re.split(r"(\d+)", text, maxsplit=1)
     sign = minus or ("+" if len(year) > 4 else "")

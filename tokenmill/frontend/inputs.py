@@ -32,8 +32,9 @@ from tokenmill.frontend.options import (
 from tokenmill.frontend.prompts import Prompts, read_prompts, token_ids
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
+from tokenmill.frozen import lightly_frozen
 from tokenmill.garbage import uncollected
-from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request, lightly_frozen
+from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show
 
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host

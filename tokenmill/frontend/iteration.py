@@ -23,8 +23,9 @@ from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.items import ItemReader
 from tokenmill.frontend.outputs import make_shown
 from tokenmill.frontend.turns import Turns
+from tokenmill.frozen import lightly_frozen
 from tokenmill.garbage import uncollected
-from tokenmill.messages import EngineFacts, lightly_frozen
+from tokenmill.messages import EngineFacts
 from tokenmill.sampling_params import check_whole, show
 
 Order = Literal["completion", "input"]

@@ -15,7 +15,8 @@ from tokenmill.errors import RowError
 from tokenmill.frontend.detokenizer import TextStream, without_stop_token
 from tokenmill.frontend.insight import PROMPT_LOGPROBS, HiddenStatesFormat, Shown, ShownPiece, TokenText
 from tokenmill.frontend.turns import Turns
-from tokenmill.messages import Finish, Output, Request, RequestTimes, lightly_frozen
+from tokenmill.frozen import lightly_frozen
+from tokenmill.messages import Finish, Output, Request, RequestTimes
 
 ABORTED = 499  # as web servers note that a client has gone
 
