@@ -110,12 +110,16 @@ def other_names() -> tuple[ArgumentName, ...]:
 class ServerArgs(EngineConfig):
     """The arguments of one engine, given and read by any of SGLang's names.
 
-    `Engine(**dataclasses.asdict(server_args))` and `Engine(server_args=server_args)` open it. Raises as
-    `resolve_arguments`.
+    Where no seed is given one is drawn, so that whoever reads it can repeat a run. Both
+    `Engine(**dataclasses.asdict(server_args))` and `Engine(server_args=server_args)` open an engine with
+    them. Raises as `resolve_arguments`.
     """
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**vars(resolve_arguments(arguments)))
+        values = dict(vars(resolve_arguments(arguments)))
+        if values["random_seed"] is None:
+            values["random_seed"] = random.SystemRandom().getrandbits(_SEED_BITS)
+        super().__init__(**values)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -126,14 +130,6 @@ class ServerArgs(EngineConfig):
     def from_cli_args(cls, options: argparse.Namespace) -> ServerArgs:
         """The arguments whose flags stood on the command line."""
         return cls(**given(options, "engine"))
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> ServerArgs:
-        """The same arguments, with a seed where none was given, so that whoever reads it can repeat a run."""
-        values = dict(vars(config))
-        if config.random_seed is None:
-            values["random_seed"] = random.SystemRandom().getrandbits(_SEED_BITS)
-        return cls(**values)
 
     def __getattr__(self, name: str) -> Any:
         """SGLang's default for an argument that is not one of ours: it is what is done here."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from tokenmill.arguments import ServerArgs, resolve_arguments
+from tokenmill.arguments import ServerArgs
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.client import Client
@@ -53,7 +53,7 @@ class Engine:
         if model_path is not None:
             arguments["model_path"] = model_path
         began = time.perf_counter()
-        self.config = ServerArgs.of(resolve_arguments(arguments))
+        self.config = ServerArgs(**arguments)
         logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
         template = ChatTemplate(self._tokenizer, self.config.chat_template)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -83,6 +84,8 @@ class Keys:
         self._model = model
         self._seed = seed.to_bytes(9, "little", signed=True)
         self._known: tuple[Request | None, bytes] = (None, b"")
+        # Rows mostly share one, whose code takes a while to read.
+        self._processor_digest = cache(_processor_digest)
 
     def of(self, requests: Sequence[Request]) -> RowKey:
         """The key of a row, from its requests as they were read."""
@@ -102,7 +105,8 @@ class Keys:
         """What a request asks for, as text; rows that follow each other mostly ask for the same."""
         known, text = self._known
         if known is None or not _asks_the_same(known, request):
-            text = _settings_text(request).encode(errors="surrogatepass")
+            processor = None if request.processor is None else self._processor_digest(request.processor)
+            text = _settings_text(request, processor).encode(errors="surrogatepass")
         self._known = (request, text)  # rows that are read together share their parameters
         return text
 
@@ -190,8 +194,8 @@ def _asks_the_same(one: Request, other: Request) -> bool:
     )
 
 
-def _settings_text(request: Request) -> str:
-    """Everything but the prompt and the seed that the answer depends on."""
+def _settings_text(request: Request, processor: bytes | None) -> str:
+    """Everything but the prompt and the seed that the answer depends on; `processor` is a digest."""
     params = {name: value for name, default in _PARAMS if (value := getattr(request.params, name)) != default}
     if "custom_params" in params:  # any JSON: the same whatever the order of its keys
         params["custom_params"] = json.dumps(params["custom_params"], sort_keys=True)
@@ -205,7 +209,7 @@ def _settings_text(request: Request) -> str:
             _logprobs_text(request.logprobs),
             request.hidden_states,
             request.grammar and (request.grammar.kind, request.grammar.text),
-            None if request.processor is None else _processor_digest(request.processor),
+            processor,
         )
     )
 

@@ -211,9 +211,11 @@ class LocalRunner:
             if made is not None:
                 return _part(plan, made) if isinstance(made, Sampled) else made
         self._rows.write_pages(plan)
-        if graphs is None or only_decodes or wishes(self._rows, plan):
+        if graphs is None or only_decodes:
             return None
         late = late or self._rows.extras.exist(plan.slots)
+        if late and wishes(self._rows, plan):
+            return None
         replayed = graphs.prompts.replay(plan, late=late)
         if replayed is None:
             return None
