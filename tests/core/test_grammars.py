@@ -45,6 +45,21 @@ class FakeMatcher:
         out[0] = 1 << self.tokens[0] if self.tokens else (0b1000 if self.open_end else 0)
 
 
+class FakeTemplate:
+    """Its only matcher."""
+
+    def __init__(self, matcher: FakeMatcher) -> None:
+        self.matcher = matcher
+        self.num_made = 0
+
+    def expect(self) -> None:
+        pass
+
+    def new(self) -> Any:
+        self.num_made += 1
+        return self.matcher
+
+
 class FakeCompiler:
     """A backend and its compiler in one; the test decides when a grammar is there."""
 
@@ -84,7 +99,7 @@ def test_a_request_waits_for_its_grammar(world: Any, make_request: Make) -> None
         world.step()
     assert list(world.outputs) == ["b"]
     assert not world.scheduler.idle
-    guide = Guide(FakeMatcher([1] * 9), request, end_ids=())  # type: ignore[arg-type]
+    guide = Guide(FakeTemplate(FakeMatcher([1] * 9)), request, end_ids=())
     guide.note = lambda token: None  # type: ignore[method-assign]
     assert world.scheduler.compiled("a", guide) == []
     world.scheduler.check_invariants()
@@ -107,10 +122,10 @@ def test_a_bad_grammar_ends_its_request(world: Any, make_request: Make) -> None:
     world.submit(request)
     compiler = FakeCompiler()
     outcomes: list[Any] = []
-    grammars(compiler).compile(request, outcomes.append)
+    grammars(compiler).compile(request.grammar, [request], outcomes.extend)
     assert outcomes == []
     compiler.future.set_exception(BadGrammar("it is bad"))
-    (output,) = world.scheduler.compiled("a", outcomes[0])
+    (output,) = world.scheduler.compiled(*outcomes[0])
     assert (output.finish.status_code, output.finish.error_type) == (400, "bad_grammar")
     assert "regex" in output.finish.message
     assert "it is bad" in output.finish.message
@@ -124,7 +139,7 @@ def test_a_grammar_that_breaks_while_it_is_followed(
     make_request: Make, is_too_complex: bool, end: tuple[int, str]
 ) -> None:
     matcher: Any = FakeMatcher([])
-    guide = Guide(matcher, guided(make_request), end_ids=())
+    guide = Guide(FakeTemplate(matcher), guided(make_request), end_ids=())
     matcher.error, matcher.is_too_complex = "3,000 items, the limit is 2,000", is_too_complex
     guide.look()
     for finish in (guide.finish, guide.accept(1)):
@@ -165,6 +180,21 @@ def test_the_device_gets_ready_while_grammars_are_compiled(world: Any, make_requ
     assert expected == [["first", "second"]]
 
 
+def test_a_matcher_is_made_for_the_first_mask(make_request: Make) -> None:
+    """Many of them take long, and before that the device would wait for them."""
+    compiler, template, found = FakeCompiler(), FakeTemplate(FakeMatcher([7, 5])), []
+    compiler.future.set_result(template)
+    books = grammars(compiler)
+    request = guided(make_request, stop_ids=(0,))
+    books.compile(request.grammar, [request], found.extend)
+    assert template.num_made == 0
+    [(_, guide)] = found
+    for token in (7, 5, 0):
+        assert mask(books, guide) == {token}
+        guide.note(token)
+    assert template.num_made == 1
+
+
 # ── ends of text ──
 
 
@@ -175,11 +205,13 @@ def grammars(compiler: FakeCompiler, eos_ids: tuple[int, ...] = (0,)) -> Grammar
 
 def guide_of(make_request: Make, matcher: FakeMatcher, **changes: Any) -> tuple[Grammars, Guide]:
     compiler = FakeCompiler()
-    compiler.future.set_result(type("Template", (), {"new": lambda self: matcher})())
+    compiler.future.set_result(FakeTemplate(matcher))
     found: list[Any] = []
     books = grammars(compiler, changes.pop("eos_ids", (0,)))
-    books.compile(guided(make_request, **changes), found.append)
-    return books, found[0]
+    request = guided(make_request, **changes)
+    books.compile(request.grammar, [request], found.extend)
+    [(_, guide)] = found
+    return books, guide
 
 
 def mask(books: Grammars, guide: Guide) -> set[int]:

@@ -281,6 +281,11 @@ def test_equal_parameters_are_read_once() -> None:
         read(["a", "b"], [{"top_k": 1}, {"top_k": True}])
     texts = read(["a", "b"], [{"stop_token_ids": [1]}, {"stop_token_ids": [2]}]).requests
     assert [request.params.stop_token_ids for request in texts] == [(1,), (2,)]
+    schema: dict[str, Any] = {"type": "string"}
+    given = [{"json_schema": schema, "n": n} for n in (1, 1)] + [{"json_schema": {"type": "null"}, "n": 1}]
+    shared, too, own = (request.params for request in read(["a"] * 3, given).requests)
+    assert shared is too
+    assert (shared.json_schema, own.json_schema) == ('{"type":"string"}', '{"type":"null"}')
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
-from tokenmill.grammar import BadGrammar
+from tokenmill.grammar import BadGrammar, Matcher, Template
 from tokenmill.grammar.backends import BACKENDS, check_backend, open_backend
 from tokenmill.messages import Grammar, GrammarKind
 
@@ -211,11 +211,18 @@ def test_many_masks_at_once_are_those_of_each(name: str) -> None:
     assert any(are_accepting)
 
 
+def many(template: Template, count: int) -> list[Matcher]:
+    """Matchers of as many outputs as an engine expects before it asks for the first."""
+    for _ in range(count):
+        template.expect()
+    return [template.new() for _ in range(count)]
+
+
 @each_backend
 def test_of_many_tokens_those_that_do_not_follow_are_told(name: str) -> None:
     library = backend(name)
     template = library.compile(Grammar("regex", "[ab]+"))
-    matchers = [template.new() for _ in range(50)]
+    matchers = many(template, 50)
     tokens = [tokenizer().encode("b" if index % 7 == 3 else "a")[0] for index in range(50)]
     tokens[20] = tokenizer().encode("c")[0]
     assert library.accept(matchers, tokens) == [index != 20 for index in range(50)]
@@ -227,7 +234,7 @@ def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     library = open_backend(EngineConfig(), VOCABULARY)
     template = library.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}'))
-    matchers = [template.new() for _ in range(64)]
+    matchers = many(template, 64)
     assert len({matcher.lock for matcher in matchers}) > 4  # type: ignore[attr-defined]
     random, plain = np.random.default_rng(7), backend("llguidance")
     together = np.zeros((64, library.num_words), dtype=np.int32)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar import Backend, BadGrammar, Compiler, Matcher, Template
 from tokenmill.grammar.backends import check_backend, open_backend
-from tokenmill.messages import BoolArray, EngineFacts, Finish, IntArray, Request, TokenMasks
+from tokenmill.messages import BoolArray, EngineFacts, Finish, Grammar, IntArray, Request, TokenMasks
 
 Words = tuple[tuple[int, np.int32], ...]
 
@@ -26,8 +26,8 @@ _NO_FURTHER = "the grammar could not be followed any further"
 class Guide:
     """One request's place in its grammar: it has seen every token that the host has, also when preempted."""
 
-    def __init__(self, matcher: Matcher, request: Request, *, end_ids: tuple[int, ...]) -> None:
-        self.matcher = matcher
+    def __init__(self, template: Template, request: Request, *, end_ids: tuple[int, ...]) -> None:
+        self._template = template
         self.end_ids = end_ids
         # How the request ends now, because its grammar leaves it no token to draw.
         self.finish: Finish | None = None
@@ -36,6 +36,11 @@ class Guide:
         # Ends that the sampler holds back until so many tokens are out.
         self._min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
         self._num_accepted = 0
+
+    @cached_property
+    def matcher(self) -> Matcher:
+        """Made for the first mask, while the device computes the prompt: before, it would wait for that."""
+        return self._template.new()
 
     def accept(self, token: int) -> Finish | None:
         """Go on by a token drawn under this guide's mask; returns `finish`."""
@@ -110,21 +115,33 @@ class Grammars:
         self._words = cache(_words)
         self._bits: IntArray = np.zeros((0, 0), dtype=np.int32)  # masks of the step at hand
 
-    def compile(self, request: Request, done: Callable[[Guide | Finish], None]) -> None:
-        """Compile a request's grammar. `done` gets its guide or its end: now, or later in another thread."""
-        assert request.grammar is not None
-        end_ids = request.stop_ids or self._eos_ids
+    def compile(
+        self,
+        grammar: Grammar,
+        requests: Sequence[Request],
+        done: Callable[[list[tuple[str, Guide | Finish]]], None],
+    ) -> None:
+        """Compile a grammar that requests share.
+
+        `done` gets the guide or the end of each, with its id: now, or later in another thread.
+        """
 
         def tell(future: Future[Template]) -> None:
             try:
-                guide = Guide(future.result().new(), request, end_ids=end_ids)
+                template = future.result()
             except BadGrammar as error:
-                done(_refusal(request, error))
-                return
-            failures = map(guide.accept, request.output_ids)
-            done(next(filter(None, failures), guide))
+                done([(request.id, _refusal(grammar, error)) for request in requests])
+            else:
+                done([(request.id, self._guide(template, request)) for request in requests])
 
-        self._compiler.compile(request.grammar).add_done_callback(tell)
+        self._compiler.compile(grammar).add_done_callback(tell)
+
+    def _guide(self, template: Template, request: Request) -> Guide | Finish:
+        """The guide of a request, behind the tokens that it has; its end if they break the grammar."""
+        template.expect()
+        guide = Guide(template, request, end_ids=request.stop_ids or self._eos_ids)
+        failures = map(guide.accept, request.output_ids)
+        return next(filter(None, failures), guide)
 
     def masks(self, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
         """The tokens that each slot may draw next; valid until the next call.
@@ -201,11 +218,10 @@ def _words(token_ids: tuple[int, ...]) -> Words:
     return tuple((word, np.int32(value - (value >> 31 << 32))) for word, value in bits.items())
 
 
-def _refusal(request: Request, error: BadGrammar) -> Finish:
-    assert request.grammar is not None
+def _refusal(grammar: Grammar, error: BadGrammar) -> Finish:
     return Finish(
         "abort",
-        message=f"{request.grammar.kind} cannot be used: {error}",
+        message=f"{grammar.kind} cannot be used: {error}",
         status_code=400,
         error_type="bad_grammar",
     )

@@ -1,6 +1,7 @@
 """The one loop: drain the inbox, schedule a step, launch it, take in the oldest result.
 
-Runs the same in a thread or in a process (`launch.py`); only this thread touches scheduler and runner.
+Runs the same in a thread or in a process (`launch.py`); only this thread touches scheduler and runner, with
+one exception: where many rows wait for masks, the next step is scheduled by a second thread meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tokenmill.config import EngineConfig
@@ -27,7 +28,10 @@ from tokenmill.core.scheduler import CANCELLED, Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import EngineFacts, Finish, Output, Request, Runner, Sink, TokenMasks
+from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Runner, Sink, StepPlan
+
+# The masks of fewer rows are filled before another thread has woken up.
+_MANY_MASKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,9 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A request's grammar is there, or why there is none."""
+    """The grammars of requests are there, or why there are none."""
 
-    request_id: str
-    outcome: Guide | Finish
+    outcomes: Sequence[tuple[str, Guide | Finish]]  # each with the request's id
 
 
 Message = Submit | Cancel | Call | Close | Compiled
@@ -94,6 +97,8 @@ class Loop:
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
+        self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-schedule")
+        self._planned: StepPlan | None = None  # a step that was scheduled, but not launched yet
         self._closing = False
         self.pulse = Pulse()
 
@@ -114,39 +119,57 @@ class Loop:
             if self._deadlines:
                 self._time_out(self._deadlines.pop_due())
             can_run = not (self._scheduler.is_asleep or self._control.stands_still)
-            self._watch.note(has_steps=self._scheduler.num_in_flight > 0, has_requests=can_run)
+            self._watch.note(has_steps=self._num_launched > 0, has_requests=can_run)
             if can_run:
                 self._turn()
                 self._control.stepped()
         self.pulse.is_resting = True
+        self._second_thread.shutdown()
         self._send(self._scheduler.abort_all("the engine was shut down"))
         self._grammars.close()
 
-    def _turn(self) -> None:
+    def _turn(self, *, may_plan: bool = True) -> None:
         """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
         depth = self._runner.facts.steps_in_flight
-        plan = self._scheduler.schedule() if self._scheduler.num_in_flight < depth else None
+        plan, self._planned = self._planned, None
+        if plan is None and self._scheduler.num_in_flight < depth:
+            plan = self._scheduler.schedule()
         if plan is not None:
             self._runner.launch(plan)
             self._watch.note(has_steps=True, has_requests=True)
             # The forward pass runs while the host catches up with the tokens before it.
             while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
                 self._collect()
-            self._runner.sample(self._masks() if self._scheduler.waits_for_tokens else None)
-        if self._scheduler.num_in_flight == depth or plan is None:
-            assert self._scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
+            if self._scheduler.waits_for_tokens and (guided := self._scheduler.guided()):
+                self._draw_guided(guided, may_plan=may_plan and depth > 1)
+            else:
+                self._runner.sample(None)
+        if self._num_launched == depth or plan is None:
+            assert self._num_launched, "requests wait, yet nothing can be scheduled"
             self._collect()
 
-    def _masks(self) -> TokenMasks | None:
-        """What grammars allow the newest step to draw; ends the requests to which they allow nothing."""
-        guided = self._scheduler.guided()
-        if not guided:
-            return None
-        masks = self._grammars.masks(
-            [(slot, state.guide) for slot, state in guided if state.guide is not None]
-        )
+    @property
+    def _num_launched(self) -> int:
+        """Steps whose results the runner has or will have."""
+        return self._scheduler.num_in_flight - (self._planned is not None)
+
+    def _draw_guided(self, guided: Sequence[tuple[int, RequestState]], *, may_plan: bool) -> None:
+        """Draw the newest step under the grammars of these slots; ends requests that are left no token.
+
+        The device waits for the masks, and the library that fills them needs no interpreter meanwhile. So if
+        the next step `may_plan`, it is scheduled at the same time.
+        """
+        upcoming: Future[StepPlan | None] | None = None
+        if may_plan and len(guided) >= _MANY_MASKS:
+            upcoming = self._second_thread.submit(self._scheduler.schedule)
+        try:
+            masks = self._grammars.masks(
+                [(slot, state.guide) for slot, state in guided if state.guide is not None]
+            )
+            self._runner.sample(masks)
+        finally:
+            self._planned = None if upcoming is None else upcoming.result()
         self._send(self._scheduler.end_stuck(state for _, state in guided))
-        return masks
 
     def _collect(self) -> None:
         """Take in the oldest step."""
@@ -157,9 +180,9 @@ class Loop:
             self.pulse.awaits_step = False
         self.pulse.num_steps += 1
         scheduler = self._scheduler
-        self._watch.note(has_steps=scheduler.num_in_flight > 1, has_requests=True)
+        self._watch.note(has_steps=self._num_launched > 1, has_requests=True)
         outputs = scheduler.take_in(result)
-        self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=not scheduler.is_asleep)
+        self._watch.note(has_steps=self._num_launched > 0, has_requests=not scheduler.is_asleep)
         self._send(outputs)
 
     def _drain(self) -> None:
@@ -193,27 +216,34 @@ class Loop:
             case Submit(requests):
                 self._send(self._scheduler.submit(requests))
                 self._compile(requests)
-            case Compiled(request_id, outcome):
-                self._send(self._scheduler.compiled(request_id, outcome))
+            case Compiled(outcomes):
+                for request_id, outcome in outcomes:
+                    self._send(self._scheduler.compiled(request_id, outcome))
             case Cancel(request_ids):
                 self._send(self._scheduler.cancel(request_ids))
                 self._end_held(request_ids, lambda _: Finish("abort", message=CANCELLED))
             case Call():
+                if self._planned is not None:  # a call may want everything that is in flight to come back
+                    self._turn(may_plan=False)
                 with self.pulse.resting():
                     self._answer(message)
             case Close():
                 self._closing = True
 
     def _compile(self, requests: Sequence[Request]) -> None:
-        """Have grammars compiled; the outcomes come as messages."""
-        asked = [request for request in requests if request.grammar is not None]
-        for request in asked:
-            self._grammars.compile(request, partial(self._report_compiled, request.id))
+        """Have grammars compiled; the outcomes come as messages, one for those that share a grammar."""
+        asked: dict[Grammar, list[Request]] = {}
+        for request in requests:
+            if request.grammar is not None:
+                asked.setdefault(request.grammar, []).append(request)
+        for grammar, sharing in asked.items():
+            self._grammars.compile(grammar, sharing, self._report_compiled)
         if asked and self._scheduler.is_asleep:  # the device may get ready for them meanwhile
-            self._runner.call("expect_masks", requests=asked)
+            waiting = [request for sharing in asked.values() for request in sharing]
+            self._runner.call("expect_masks", requests=waiting)
 
-    def _report_compiled(self, request_id: str, outcome: Guide | Finish) -> None:
-        self._inbox.put(Compiled(request_id, outcome))
+    def _report_compiled(self, outcomes: Sequence[tuple[str, Guide | Finish]]) -> None:
+        self._inbox.put(Compiled(outcomes))
 
     def _must_wait(self, message: Message) -> bool:
         """Whether a message comes later: new requests stay behind a call that waits for the old ones."""

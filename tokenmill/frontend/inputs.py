@@ -442,11 +442,17 @@ class _Numbers:
 
 
 def _content(params: Any) -> Hashable:
-    """Equal for sampling parameters that say the same; cheap, so for plain dicts only."""
+    """Equal for sampling parameters that say the same; cheap, so it looks into plain dicts only.
+
+    What a dict holds must live as long as the key: of lists, schemas and the like it is their identity.
+    """
     if type(params) is not dict:
         return id(params)
     types = tuple(map(type, params.values()))  # True and 1.0 are equal to 1, but not the same as it
-    return (tuple(params.items()), types) if _PLAIN_TYPES.issuperset(types) else id(params)
+    if _PLAIN_TYPES.issuperset(types):
+        return tuple(params.items()), types
+    shown = [value if type(value) in _PLAIN_TYPES else id(value) for value in params.values()]
+    return tuple(zip(params, shown, strict=True)), types
 
 
 def _request(

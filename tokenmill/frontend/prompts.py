@@ -155,7 +155,11 @@ def _plain_ids(items: Sequence[Any]) -> IntArray | None:
     except (OverflowError, TypeError):
         return None
     # Only these can be booleans, which count as integers there.
-    return ids if all(type(items[at]) is int for at in np.flatnonzero((ids == 0) | (ids == 1)).tolist()) else None
+    return (
+        ids
+        if all(type(items[at]) is int for at in np.flatnonzero((ids == 0) | (ids == 1)).tolist())
+        else None
+    )
 
 
 def _token_id(item: Any, place: str) -> int:

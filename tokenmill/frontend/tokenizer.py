@@ -239,20 +239,25 @@ def _reader(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
     return partial(_byte_fallback, mark=replace["pattern"]["String"], space=replace["content"])
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE names a byte by a printable character: itself, or one from U+0100 on."""
+def _byte_alphabet() -> dict[int, int]:
+    """Byte-level BPE names a byte by a printable character: itself, or one from U+0100 on.
+
+    Gives the byte of each character; other characters below U+0100 become one that is no byte.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    named = {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
+    return dict.fromkeys(others, 0xFFFF) | named
 
 
 _BYTE_OF = _byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-    if all(character in _BYTE_OF for character in token):
-        return bytes(_BYTE_OF[character] for character in token)
-    return token.encode()  # an added token, written as it is
+    try:
+        return token.translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()  # an added token, written as it is
 
 
 def _byte_fallback(token: str, *, mark: str, space: str) -> bytes:

@@ -42,6 +42,10 @@ class Matcher(Protocol):
 class Template(Protocol):
     """A compiled grammar."""
 
+    def expect(self) -> None:
+        """One more output will follow it soon."""
+        ...
+
     def new(self) -> Matcher:
         """A matcher at the beginning of an output."""
         ...

@@ -38,7 +38,7 @@ _SLOW_SECONDS = 2e-4
 _MANY_LOCKS = 4
 # Fewer matchers are done before a thread wakes up.
 _MANY_MASKS = 32
-# A grammar with so many matchers is compiled once more for every thread, if that takes no longer than this.
+# A grammar that so many outputs follow is compiled once more for every thread, if that is done in this time.
 _POPULAR = 16
 _COPY_SECONDS = 0.05
 _MOST_THREADS = 8
@@ -82,15 +82,29 @@ class LlguidanceTemplate:
         self._copies = [first]
         self._again = again
         self._num_copies = num_copies  # once many use it
+        self._num_expected = 0
         self._num_matchers = 0
         self._guard = threading.Lock()
+        self._copying: threading.Thread | None = None
+
+    def expect(self) -> None:
+        """See `Template`. Copies are made in a thread, which needs no interpreter for most of its work."""
+        with self._guard:
+            self._num_expected += 1
+            if self._num_expected == _POPULAR and self._num_copies > 1:
+                self._copying = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
+                self._copying.start()
+
+    def _copy(self) -> None:
+        self._copies += [self._again() for _ in range(1, self._num_copies)]
 
     def new(self) -> LlguidanceMatcher:
         """See `Template`."""
         with self._guard:
+            if self._copying is not None:
+                self._copying.join()
+                self._copying = None
             self._num_matchers += 1
-            if self._num_matchers == _POPULAR:
-                self._copies += [self._again() for _ in range(1, self._num_copies)]
             copy = self._copies[self._num_matchers % len(self._copies)]
             return LlguidanceMatcher(copy.deep_copy(), id(copy))
 

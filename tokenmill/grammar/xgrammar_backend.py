@@ -80,6 +80,9 @@ class XgrammarTemplate:
         self._compiled = compiled
         self._known = known
 
+    def expect(self) -> None:
+        """See `Template`."""
+
     def new(self) -> XgrammarMatcher:
         """See `Template`."""
         return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._known)

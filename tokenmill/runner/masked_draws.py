@@ -1,6 +1,7 @@
 """Draws under masks as CUDA graphs: the second half of a late decode step, once the host knows its masks.
 
-Host and device take turns in such a step, so the host's part has to be short: one copy, one graph.
+Host and device take turns in such a step, so the host's part has to be short: one copy, one graph. The copy
+has a stream of its own, for it takes longer than the draw, and the forward pass need not end before it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class MaskedDraws:
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
         self._bits: tuple[torch.Tensor, torch.Tensor] | None = None  # [rows, words], on the host and here
         self._masks_memory = _KnownMemory()
+        self._copies = torch.cuda.Stream(rows.device)
+        self._copied = torch.cuda.Event()
+        self._drawn = torch.cuda.Event()  # the masks on the device are not needed any more
 
     def replay(self, made: Unsampled, slots: IntArray, masks: TokenMasks | None) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
@@ -49,8 +53,14 @@ class MaskedDraws:
         else:
             source = host[: len(slots)]
             _fill(source.numpy(), slots, masks)
-        device[: len(slots)].copy_(source, non_blocking=True)
+        draws = torch.cuda.current_stream(self._rows.device)
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(self._drawn)
+            device[: len(slots)].copy_(source, non_blocking=True)
+            self._copied.record(self._copies)
+        draws.wait_event(self._copied)
         graph.replay()
+        self._drawn.record(draws)
         return graph.made
 
     def expect(self, made: Unsampled, needs: SamplingNeeds) -> None:
