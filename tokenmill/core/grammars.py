@@ -13,7 +13,7 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from tokenmill.config import EngineConfig
-from tokenmill.grammar import Backend, BadGrammar, Compiler, Matcher, Template
+from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
 from tokenmill.grammar.backends import check_backend, open_backend
 from tokenmill.messages import BoolArray, EngineFacts, Finish, Grammar, IntArray, Request, TokenMasks
 
@@ -153,8 +153,14 @@ class Grammars:
             self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
         bits = self._bits[: len(guided)]
         guides = [guide for _, guide in guided]
-        _catch_up(backend, guides)
-        are_complete = backend.fill_masks([guide.matcher for guide in guides], bits)
+        matchers = [guide.matcher for guide in guides]
+        behind = [guide for guide in guides if guide.unread is not None]
+        tokens = [guide.unread for guide in behind if guide.unread is not None]
+        # One right after the other, so that the library's threads do not fall asleep in between.
+        allowed = backend.accept([guide.matcher for guide in behind], tokens)
+        are_complete = backend.fill_masks(matchers, bits)
+        for guide, is_allowed in zip(behind, allowed, strict=True):
+            guide.read(is_allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
         for row in _empty_rows(bits):
@@ -192,15 +198,6 @@ class Grammars:
     def close(self) -> None:
         """End the compiler's threads."""
         self._compiler.close()
-
-
-def _catch_up(backend: Backend, guides: list[Guide]) -> None:
-    """Let matchers go on by the tokens that were noted."""
-    behind = [(guide, guide.unread) for guide in guides if guide.unread is not None]
-    if behind:
-        allowed = backend.accept([guide.matcher for guide, _ in behind], [token for _, token in behind])
-        for (guide, _), is_allowed in zip(behind, allowed, strict=True):
-            guide.read(is_allowed)
 
 
 def _empty_rows(bits: IntArray) -> list[int]:

@@ -6,7 +6,9 @@ has a stream of its own, for it takes longer than the draw, and the forward pass
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -34,9 +36,7 @@ class MaskedDraws:
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
         self._bits: tuple[torch.Tensor, torch.Tensor] | None = None  # [rows, words], on the host and here
         self._masks_memory = _KnownMemory()
-        self._copies = torch.cuda.Stream(rows.device)
-        self._copied = torch.cuda.Event()
-        self._drawn = torch.cuda.Event()  # the masks on the device are not needed any more
+        self._copies: _Copies | None = None
 
     def replay(self, made: Unsampled, slots: IntArray, masks: TokenMasks | None) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
@@ -53,14 +53,12 @@ class MaskedDraws:
         else:
             source = host[: len(slots)]
             _fill(source.numpy(), slots, masks)
-        draws = torch.cuda.current_stream(self._rows.device)
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(self._drawn)
+        if self._copies is None:
+            self._copies = _Copies(self._rows.device)
+        with self._copies.before_use():
             device[: len(slots)].copy_(source, non_blocking=True)
-            self._copied.record(self._copies)
-        draws.wait_event(self._copied)
         graph.replay()
-        self._drawn.record(draws)
+        self._copies.used()
         return graph.made
 
     def expect(self, made: Unsampled, needs: SamplingNeeds) -> None:
@@ -108,6 +106,29 @@ class _Masks(Changes):
         """See `Changes`."""
         rows_Q = torch.arange(len(self._bits_QW), device=self._bits_QW.device)
         return apply_masks(logits_QV, rows_Q, self._bits_QW)
+
+
+class _Copies:
+    """A stream for copies to one place, which the work of the usual stream waits for, and they for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied = torch.cuda.Event()
+        self._used = torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def before_use(self) -> Iterator[None]:
+        """What is copied in this block is there for what the usual stream does next."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._used)
+            yield
+            self._copied.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def used(self) -> None:
+        """What was copied is not needed after all that the usual stream has been given so far."""
+        self._used.record(torch.cuda.current_stream(self._device))
 
 
 class _KnownMemory:
