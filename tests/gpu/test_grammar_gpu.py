@@ -80,10 +80,10 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
         captured.append(title)
         return record(self, step, title)
 
-    def told(self: Any, request_id: str, outcome: Any) -> None:
+    def told(self: Any, outcomes: Any) -> None:
         def tell() -> None:
             captured.append("compiled")
-            compiled(self, request_id, outcome)
+            compiled(self, outcomes)
 
         threading.Timer(0.5, tell).start()  # a schema may take that long
 
@@ -94,3 +94,22 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
         assert re.fullmatch(PATTERN, engine.generate("Once", params)["text"])
     assert captured.index("compiled") == 2  # the forward pass and the draw came before
     assert captured[2:] == ["compiled"]
+
+
+def test_many_rows_are_those_of_the_plain_path() -> None:
+    """With many masks steps are planned ahead, and rows come and go between them."""
+    params: list[dict[str, Any]] = [
+        {
+            "temperature": index % 3 / 2,
+            "sampling_seed": index,
+            "max_new_tokens": 5 + 7 * (index % 9),
+            **({"json_schema": SCHEMA} if index % 4 else {"regex": PATTERN}),
+        }
+        for index in range(150)
+    ]
+    prompts = [f"Row {index % 11} says:" for index in range(150)]
+    found = []
+    for arguments in ({"max_running_requests": 64}, {"disable_cuda_graph": True, "steps_in_flight": 1}):
+        with sgl.Engine(model_path="tiny", device="cuda", dtype="float32", **arguments) as engine:
+            found.append([result["output_ids"] for result in engine.generate(prompts, params)])
+    assert found[0] == found[1]
