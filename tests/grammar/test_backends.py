@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_of_many_tokens_those_that_do_not_follow_are_told(name: str) -> None:
     tokens[20] = tokenizer().encode("c")[0]
     assert library.accept(matchers, tokens) == [index != 20 for index in range(50)]
     assert all(matcher.accept(tokens[0]) for index, matcher in enumerate(matchers) if index != 20)
+
+
+def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    library = open_backend(EngineConfig(), VOCABULARY)
+    template = library.compile(Grammar("regex", "[ab]+"))
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    matchers = many(template, 20)
+    assert len({matcher.lock for matcher in matchers}) == 1  # type: ignore[attr-defined]
+    assert library.fill_masks(matchers, np.zeros((20, library.num_words), dtype=np.int32)).sum() == 0
 
 
 def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -92,8 +93,10 @@ class LlguidanceTemplate:
         with self._guard:
             self._num_expected += 1
             if self._num_expected == _POPULAR and self._num_copies > 1:
-                self._copying = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
-                self._copying.start()
+                thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
+                    thread.start()
+                    self._copying = thread
 
     def _copy(self) -> None:
         self._copies += [self._again() for _ in range(1, self._num_copies)]
