@@ -22,7 +22,7 @@ MAX_JSON_DEPTH = 128
 MAX_REGEX_LENGTH = 50_000
 # SGLang's word for "any JSON value".
 _ANY_JSON = "$$ANY$$"
-# What JSON values consist of in the end; a look at the type is ten times as fast as asking for `Mapping`.
+# What JSON values consist of in the end; asking each of them whether it is a `Mapping` would take longer.
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)

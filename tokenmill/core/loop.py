@@ -122,7 +122,6 @@ class Loop:
             self._watch.note(has_steps=self._num_launched > 0, has_requests=can_run)
             if can_run:
                 self._turn()
-                self._control.stepped()
         self.pulse.is_resting = True
         self._second_thread.shutdown()
         self._send(self._scheduler.abort_all("the engine was shut down"))
@@ -147,6 +146,7 @@ class Loop:
         if self._num_launched == depth or plan is None:
             assert self._num_launched, "requests wait, yet nothing can be scheduled"
             self._collect()
+        self._control.stepped()
 
     @property
     def _num_launched(self) -> int:
