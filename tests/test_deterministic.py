@@ -23,9 +23,9 @@ WIDE = {"hidden_size": 640, "head_dim": 64, "intermediate_size": 1024, "initiali
 LONG = {"max_position_embeddings": 1024}
 WAYS = [
     pytest.param({}, 1, id="alone"),
-    pytest.param({"chunked_prefill_size": 48, "max_running_requests": 4}, 12, id="chunked"),
+    pytest.param({"chunked_prefill_size": 48, "max_running_requests": 4}, 8, id="chunked"),
     pytest.param({"disable_radix_cache": True}, 5, id="uncached"),
-    pytest.param({"max_total_tokens": 1100}, 12, id="preempted"),
+    pytest.param({"max_total_tokens": 500}, 8, id="preempted"),
 ]
 
 
@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
     shared = [rng.randrange(256) for _ in range(300)]
     return [
         shared * (index % 2) + [rng.randrange(256) for _ in range(rng.choice((1, 9, 130)))]
-        for index in range(12)
+        for index in range(8)
     ]
 
 
@@ -65,20 +65,28 @@ def numbers_of(engine: sgl.Engine, size: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("arguments", "size"), WAYS)
-def test_rows_have_the_same_bits_on_every_way(
-    make_model: Callable[..., Path], dtype: str, arguments: dict[str, Any], size: int
-) -> None:
-    common = {
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def rows_together(
+    request: pytest.FixtureRequest, make_model: Callable[..., Path]
+) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """Arguments of an engine, and what each row gets when all are computed at once."""
+    arguments = {
         "model_path": str(make_model("qwen3", **WIDE, **LONG)),
         "device": "cpu",
-        "dtype": dtype,
+        "dtype": request.param,
         "enable_deterministic_inference": True,
     }
-    with sgl.Engine(**common) as engine:
-        expected = numbers_of(engine, 12)
-        assert numbers_of(engine, 12) == expected  # the second time from the cache
+    with sgl.Engine(**arguments) as engine:
+        numbers = numbers_of(engine, 8)
+        assert numbers_of(engine, 8) == numbers  # the second time from the cache
+    return arguments, numbers
+
+
+@pytest.mark.parametrize(("arguments", "size"), WAYS)
+def test_rows_have_the_same_bits_on_every_way(
+    rows_together: tuple[dict[str, Any], list[tuple[Any, ...]]], arguments: dict[str, Any], size: int
+) -> None:
+    common, expected = rows_together
     with sgl.Engine(**common, **arguments) as engine:
         assert numbers_of(engine, size) == expected
 
@@ -98,7 +106,7 @@ def assert_calls_are_equal(folder: Path, device: str, dtype: str, seed: int) -> 
                 assert result == wanted, call
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("family", "settings"), [("qwen3", {}), ("mistral", {"sliding_window": 24})], ids=["qwen3", "mistral"]
 )
@@ -128,7 +136,7 @@ def test_a_job_in_parts_ends_with_the_bytes_of_a_whole_one(
         model_path=folder, device="cpu", dtype="bfloat16", enable_deterministic_inference=True
     ) as engine:
         whole = outputs_of_jobs(engine, tmp_path, "whole", [])
-        assert outputs_of_jobs(engine, tmp_path, "parts", [1, 4, 9]) == whole
+        assert outputs_of_jobs(engine, tmp_path, "parts", [1, 3, 6]) == whole
 
 
 def test_the_tokens_are_those_of_transformers(

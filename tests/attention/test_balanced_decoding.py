@@ -106,6 +106,24 @@ def test_runs_that_cut_rows(
     assert counts == [sum(-(-length // 32) for length in lengths)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_row_of_nan_stays_alone(
+    ragged: SimpleNamespace, triton_device: str, balanced: Callable[[int], list[int]], runs: int
+) -> None:
+    balanced(runs)
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    rows = [(1, 70), (1, 90), (1, 40), (1, 5)]
+    step = ragged.ragged_step(spec, rows, page_size=16, dtype=torch.float32, seed=3, device=triton_device)
+    step.q[1] = torch.nan
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], 16)
+    backend.plan(step.layout)
+    out = backend.run(step.q, step.k, step.v, 0)
+    assert out[1].isnan().all()
+    others = torch.tensor([0, 2, 3])
+    assert ragged.relative_error(out[others], step.expected[others]) < LIMITS[torch.float32]
+
+
 @settings(
     max_examples=25,
     deadline=None,

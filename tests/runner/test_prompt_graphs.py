@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(
     transformers_greedy: Callable[..., list[int]],
     graphs_on_the_cpu: Calls,
 ) -> None:
-    folder, lengths, shared = make_model("qwen3", num_hidden_layers=2), [6, 3, 4, 5, 1, 4], 34
+    folder, lengths, shared = make_model("qwen3", num_hidden_layers=2), [4, 2, 3, 3, 1, 2], 34
     rows = generate(folder, prompts(shared), lengths)
     assert rows == [
         transformers_greedy(folder, prompt, length)
@@ -135,7 +135,7 @@ def test_long_steps_give_the_tokens_of_transformers(
 def test_drawn_tokens_are_those_of_plain_steps(
     make_model: Callable[..., Path], graphs_on_the_cpu: Calls
 ) -> None:
-    folder, lengths = make_model("qwen2", num_hidden_layers=2), [3, 5, 2, 4, 4, 3]
+    folder, lengths = make_model("qwen2", num_hidden_layers=1), [2, 3, 1, 2, 4, 2]
     sampling = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "sampling_seed": 11}
     rows = generate(folder, prompts(), lengths, sampling=sampling)
     assert graphs_on_the_cpu.replayed
@@ -152,14 +152,14 @@ def test_rows_with_extras_get_what_plain_steps_give_them(
         {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
         {},
         {"logit_bias": {"7": 3.0, "9": 4.0}},
-        {"min_new_tokens": 3, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 2))},
+        {"min_new_tokens": 2, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 2))},
         {"temperature": 0.9, "top_p": 0.8, "sampling_seed": 5},
         {"custom_params": {"token_ids": [3, 5, 8]}},
     ]
 
     def run(**settings: Any) -> list[Any]:
         arguments = {"chunked_prefill_size": 12, "max_running_requests": 4, "dtype": "float32"}
-        greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 4}
+        greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3}
         folder = make_model("qwen3", num_hidden_layers=2)
         with sgl.Engine(model_path=str(folder), device="cpu", **arguments, **settings) as engine:
             results = engine.generate(
@@ -196,7 +196,7 @@ def test_without_memory_for_a_graph_steps_are_plain(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     graphs_on_the_cpu.full = True
-    folder = make_model("llama", num_hidden_layers=2)
+    folder = make_model("llama", num_hidden_layers=1)
     with caplog.at_level("WARNING", "tokenmill"):
         rows = generate(folder, prompts(), [3] * 6, log_level="warning")
     assert rows == [transformers_greedy(folder, prompt, 3) for prompt in prompts()]
@@ -209,7 +209,7 @@ def test_a_shape_gets_a_graph_when_it_has_come_often(
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 2)
     with sgl.Engine(
-        model_path=str(make_model("llama", num_hidden_layers=2)), dtype="float32", device="cpu"
+        model_path=str(make_model("llama", num_hidden_layers=1)), dtype="float32", device="cpu"
     ) as engine:
         for steps, (captured, replayed) in enumerate([(0, 0), (0, 0), (1, 1), (1, 2)], start=1):
             engine.generate(input_ids=[steps, 1, 2], sampling_params={"max_new_tokens": 1})
@@ -227,7 +227,7 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
     monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 2)
-    folder, (prompt, *_) = make_model("llama", num_hidden_layers=2), prompts()
+    folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts()
     greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     with sgl.Engine(
         model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
@@ -245,7 +245,7 @@ def test_only_so_many_shapes_get_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
-    folder = make_model("llama", num_hidden_layers=2)
+    folder = make_model("llama", num_hidden_layers=1)
     with sgl.Engine(model_path=str(folder), dtype="float32", device="cpu") as engine:
         for length in (5, 40, 6):
             prompt = prompts()[0][:2] * length

@@ -266,14 +266,16 @@ def _balanced_kernel(
         query = tl.load(q + row * stride_qt + query_offsets, mask=keep_q, other=0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(keep[None, :], scores, float("-inf"))
-        # A row that begins forgets the one before: its factor is the power of minus infinity.
-        peak = tl.where((start == 0) | (tile == begin), float("-inf"), peak)
+        # A row that begins forgets the one before, whose numbers need not be finite.
+        fresh = (start == 0) | (tile == begin)
+        peak = tl.where(fresh, float("-inf"), peak)
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
-        total = total * fade + tl.sum(weights, axis=1)
+        total = tl.where(fresh, 0.0, total * fade) + tl.sum(weights, axis=1)
         v = tl.load(value_cache + offsets[:, None] + columns[None, :], mask=keep_n, other=0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        faded = tl.where(fresh, 0.0, acc * fade[:, None])
+        acc = tl.dot(weights.to(v.dtype), v, faded, input_precision="ieee")
         peak = new_peak
         ends = start + BLOCK_N >= length
         if ends | (tile + 1 == end):
