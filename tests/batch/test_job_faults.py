@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 from collections.abc import Callable
@@ -269,3 +270,49 @@ def test_replaced_weights_replay_nothing_of_the_old_ones(tmp_path: Path) -> None
         engine.update_weights_from_disk("tiny")
         assert replayed() == 2
         assert read(tmp_path / "out.jsonl") == before
+
+
+@pytest.mark.parametrize("before", [b"", b"precious"])
+def test_a_job_whose_engine_does_not_start_leaves_nothing(tmp_path: Path, before: bytes) -> None:
+    """Its journal would say that the output is this job's, whoever writes it meanwhile."""
+    source, output = write(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
+    with pytest.raises(InvalidArgument, match="context_length"):
+        batch.run(source, output, model_path="tiny", context_length=-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    output.write_bytes(before)
+    if before:
+        with pytest.raises(InvalidArgument, match="is there already"):
+            batch.run(source, output, model_path="tiny")
+    assert output.read_bytes() == before
+
+
+def test_a_table_that_is_not_finished_leaves_no_rows_behind(
+    tiny_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": letter} for letter in "abcd"])
+
+    def interrupted(work: Work, *arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "_take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.run(source, tmp_path / "out.csv", engine=tiny_engine, sampling_params=GREEDY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv.journal"]
+    batch.run(source, tmp_path / "out.csv", engine=tiny_engine, sampling_params=GREEDY)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert len([*csv.reader(file)]) == 5
+
+
+def test_a_short_queue_turns_no_row_of_a_job_away(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{number}", "sampling_params": {"n": 1 + number % 3, "temperature": 1}}
+        for number in range(40)
+    ]
+    source = write(tmp_path / "in.jsonl", rows)
+    with Engine(model_path="tiny", max_queued_requests=4, max_running_requests=2) as engine:
+        summary = batch.run(source, engine=engine, sampling_params=GREEDY)
+        found = list(engine.iter((row["prompt"] for row in rows), {**GREEDY, "n": 3}))
+    assert summary["errors"] == []
+    assert summary["samples"] == sum(row["sampling_params"]["n"] for row in rows)
+    assert [result["error"] for result in found] == [None] * 120

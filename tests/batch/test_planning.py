@@ -81,7 +81,10 @@ def test_a_plan_is_of_the_source_as_it_is(tiny_engine: Any, tmp_path: Path) -> N
     assert saved_plan(subject_of(open_source(path), {}), kept) == json.loads(json.dumps(plan.to_dict()))
     write(path, rows(4))
     assert saved_plan(subject_of(open_source(path), {}), kept) is None
-    for damaged in ("", "[]", "{}", '{"subject": 1, "plan": 2}', "\x00"):
+    figures = plan.to_dict()
+    renamed = json.dumps({"subject": subject, "plan": {**figures, "rows": None}})
+    texts = json.dumps({"subject": subject, "plan": {**figures, "seconds": "1"}})
+    for damaged in ("", "[]", "{}", '{"subject": 1, "plan": 2}', "\x00", renamed, texts):
         kept.write_text(damaged)
         assert saved_plan(subject, kept) is None
 

@@ -179,6 +179,22 @@ def test_null_in_columns_of_one_type_says_that_a_row_has_no_such_key() -> None:
     assert item(fields) == fields
 
 
+def test_null_says_so_at_every_depth_but_not_in_lists() -> None:
+    """A struct of a table has the fields of all rows."""
+    city, zone = {"type": "string"}, None
+    fields = {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": 1, "b": None}}}]}],
+        "tools": [{"function": {"name": "f", "parameters": {"properties": {"city": city, "zone": zone}}}}],
+        "sampling_params": {"json_schema": {"properties": {"x": None}, "enum": [1, None]}},
+    }
+    assert item(fields, source=FakeSource("parquet", tuple(fields))) == {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": 1}}}]}],
+        "tools": [{"function": {"name": "f", "parameters": {"properties": {"city": city}}}}],
+        "sampling_params": {"json_schema": {"properties": {}, "enum": [1, None]}},
+    }
+    assert item(fields) == fields
+
+
 # ── parameters ────────────────────────────────────────────────────────────────────────────────
 
 

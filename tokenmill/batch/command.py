@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -48,6 +49,17 @@ def add_command(commands: Any) -> None:
 
 def run_command(options: argparse.Namespace) -> int:
     """Run the job and print its summary; returns the exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _tell_warning
+        return _run(options)
+
+
+def _tell_warning(message: Warning | str, *where: object, **rest: object) -> None:
+    """As errors are told: whoever runs a command has no use for a line of our source."""
+    print(f"tokenmill: warning: {message}", file=sys.stderr)
+
+
+def _run(options: argparse.Namespace) -> int:
     from tokenmill.batch.job import BatchJob  # brings the engine along, which --help does not need
 
     job = BatchJob(

@@ -204,8 +204,12 @@ def _check_writable(name: str, path: Path) -> None:
         raise InvalidArgument(
             f"{name}: there is no folder {str(path.parent)!r}; make it, or name another one"
         )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InvalidArgument(f"{name}: {str(path)!r} cannot be written; you have no permission")
+    # A journal is written in place; other files are replaced by one that is made beside them.
+    places = [path.parent] if name != "journal" or not path.exists() else []
+    if not all(os.access(place, os.W_OK) for place in (*places, *([path] if path.exists() else []))):
+        raise InvalidArgument(
+            f"{name}: {str(path)!r} cannot be written; you have no permission for it or for its folder"
+        )
 
 
 def _tell_of_damage(journal: Journal) -> None:

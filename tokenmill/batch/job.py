@@ -122,7 +122,12 @@ class BatchJob:
             journal = self.files.open_journal(overwrite=self._config.overwrite)
             stack.callback(journal.close)
             self.resumed = not is_first
-            engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+            try:
+                engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+            except BaseException:
+                if is_first:  # nothing was done, and no output is this job's
+                    self.files.journal.unlink(missing_ok=True)
+                raise
             self._facts = engine_facts(engine)
             self._saved_plan = saved_plan(self._subject(engine), self.files.plan)
             self.figures.started(num_rows=self._source.num_rows, plan=self._saved_plan)
@@ -182,6 +187,8 @@ class BatchJob:
         maker, form = self._row_maker(engine), self._output_format(engine)
         with contextlib.ExitStack() as stack:
             table = form if isinstance(form, TableOutput) else None
+            if table is not None:  # whatever ends the job, the next run has these from the journal
+                stack.callback(table.lines_path.unlink, missing_ok=True)
             output = _opened(stack, self.files.output if table is None else table.lines_path)
             errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
             outputs = [output] if errors is None else [output, errors]

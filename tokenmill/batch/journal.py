@@ -63,6 +63,7 @@ class Journal:
         self._writing: dict[bytes, bytes] = {}  # just being written
         try:
             _take_lock(self._file, self.path)
+            _check_in_place(self._file, self.path)
             self._first_new = self._end = self._recover()
             self._write_header()
         except BaseException:
@@ -234,6 +235,14 @@ def _take_lock(file: BinaryIO, path: Path) -> None:
             f"the journal {str(path)!r} cannot be locked ({error.strerror}), so nobody could tell whether "
             "another job writes it; name one on a local disk"
         ) from error
+
+
+def _check_in_place(file: BinaryIO, path: Path) -> None:
+    """A job that ends before it has done anything takes its journal away, perhaps from under this one."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return
+    raise JobStopped(f"the journal {str(path)!r} was removed by another job just now; start this one again")
 
 
 def _unpacked(body: bytes) -> dict[str, Any]:

@@ -166,6 +166,10 @@ def subject_of(source: Source, asked: Mapping[str, Any]) -> str:
     return hashlib.sha256(repr((source.fingerprint(), asked)).encode(errors="replace")).hexdigest()[:32]
 
 
+# The figures of a plan that are compared with those of the run.
+_COMPARED = ("rows", "prompt_tokens", "cached_share", "output_tokens", "seconds")
+
+
 def save_plan(plan: Plan, subject: str, path: Path) -> None:
     """Keep the plan for when the job has run. Raises OSError."""
     path.write_text(json.dumps({"subject": subject, "plan": plan.to_dict()}), encoding="utf-8")
@@ -179,7 +183,8 @@ def saved_plan(subject: str, path: Path) -> dict[str, Any] | None:
         is_same = saved["subject"] == subject
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return plan if is_same and isinstance(plan, dict) else None
+    is_whole = isinstance(plan, dict) and all(type(plan.get(name)) in (int, float) for name in _COMPARED)
+    return plan if is_same and is_whole else None
 
 
 def predicted_and_actual(plan: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +192,6 @@ def predicted_and_actual(plan: Mapping[str, Any], summary: Mapping[str, Any]) ->
 
     Where rows were replayed, this run did a part of the work only, and `actual` is empty.
     """
-    names = ("rows", "prompt_tokens", "cached_share", "output_tokens", "seconds")
     tokens = summary["tokens"]
     actual = {
         "rows": summary["rows"]["done"],
@@ -197,4 +201,4 @@ def predicted_and_actual(plan: Mapping[str, Any], summary: Mapping[str, Any]) ->
         "seconds": summary["seconds"],
     }
     is_whole = not summary["rows"]["replayed"]
-    return {"predicted": {name: plan[name] for name in names}, "actual": actual if is_whole else {}}
+    return {"predicted": {name: plan[name] for name in _COMPARED}, "actual": actual if is_whole else {}}

@@ -81,11 +81,9 @@ class ColumnRows:
             item |= self._form.chat_options
             tools = _optional(fields, self._form.tools_column, "tools", list)
             if tools:
-                item["tools"] = tools
+                item["tools"] = self._given(tools)
         params = _optional(fields, self._form.params_column, "sampling_params", dict) or {}
-        if self._null_is_absent:
-            params = {name: value for name, value in params.items() if value is not None}
-        params = {**self._form.sampling_params, **params}
+        params = {**self._form.sampling_params, **self._given(params)}
         # Without parameters of its own, a row shares those of all, which are read once.
         return {**item, "sampling_params": params} if params else item
 
@@ -114,7 +112,7 @@ class ColumnRows:
                 return {"prompt": value}
             return {"messages": self._with_system([{"role": "user", "content": value}])}
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-            return {"messages": self._with_system([self._message(each) for each in value])}
+            return {"messages": self._with_system(self._given(value))}
         if not isinstance(value, list) or not value or not all(type(each) is int for each in value):
             raise InvalidArgument(
                 f"{name} must be a text, a list of token ids or a list of messages, got {show(value)}"
@@ -123,10 +121,9 @@ class ColumnRows:
             raise InvalidArgument(f"{name} holds token ids, which cannot be put into a chat; give a text")
         return {"input_ids": value}
 
-    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._null_is_absent:
-            return message
-        return {name: value for name, value in message.items() if value is not None}
+    def _given(self, value: Any) -> Any:
+        """What a row has of it: without the keys that only other rows have."""
+        return _without_nulls(value) if self._null_is_absent else value
 
     def _with_system(self, messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if self._form.system is None or messages[0].get("role") in _SYSTEM_ROLES:
@@ -147,6 +144,13 @@ class ColumnRows:
                 )
         elif not (form.prompt_column or form.messages_column or set(PROMPT_COLUMNS) & set(columns)):
             raise _no_prompt(columns)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Plain data without keys whose value is None, at every depth; lists keep their items."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _optional(fields: dict[str, Any], named: str | None, usual: str, kind: type) -> Any:

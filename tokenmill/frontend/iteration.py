@@ -159,10 +159,13 @@ class RowRunner:
         if order not in get_args(Order):
             raise InvalidArgument(f"order must be 'completion' or 'input', got {show(order)}")
         size = self.window if window is None else check_whole("window", window, minimum=1, maximum=MAX_WINDOW)
+        queued = self._config.max_queued_requests
         return Flow(
             self._client,
             keeps_order=order == "input",
             window=size,
+            # As many as the queue takes beside those that run; more would be turned away.
+            most_requests=None if queued is None else queued + self._client.facts.max_running_requests,
             has_text=not self._config.skip_tokenizer_init,
             owner=self._owner,
         )
@@ -191,10 +194,20 @@ class Flow:
     """
 
     def __init__(
-        self, client: Client, *, keeps_order: bool, window: int, has_text: bool, owner: object
+        self,
+        client: Client,
+        *,
+        keeps_order: bool,
+        window: int,
+        most_requests: int | None,
+        has_text: bool,
+        owner: object,
     ) -> None:
-        """`chunk` is how many rows come at a time at most; it grows where more come."""
+        """`chunk` is how many rows come at a time at most; it grows where more come. At most `most_requests`
+        are with the core at once, or those of a single row."""
         self.window = window
+        self._most_requests = most_requests
+        self._num_requests = 0  # that are with the core
         self.num_held = 0  # rows that were added and not handed out
         self._client = client
         self._keeps_order = keeps_order
@@ -204,6 +217,7 @@ class Flow:
         self._closed = False
         self._mail = Mailbox()
         self._turns = Turns(client.core_need)
+        self._waiting: deque[tuple[Call, Slot]] = deque()  # until there is room in the core's queue
         self._running: dict[Call, Slot] = {}
         self._finished: deque[tuple[Call, Slot]] = deque()  # whose results are not made yet
         self._slots: deque[Slot] = deque()  # in the order in which they are handed out
@@ -299,10 +313,11 @@ class Flow:
         if self._closed:
             return
         calls = {call: slot for slot, call in prepared if isinstance(call, Call)}
-        self._running |= calls  # first of all, so that `close` cancels what is started
+        self._waiting += calls.items()
         try:
-            self._client.submit_all([*calls])
+            self._submit()
         except BaseException:
+            self._waiting.clear()
             self._running = {call: slot for call, slot in self._running.items() if call not in calls}
             self._client.drop(*calls)
             raise
@@ -312,6 +327,21 @@ class Flow:
         for slot, call in prepared:
             if not isinstance(call, Call):
                 self._finish(slot, [call])
+
+    def _submit(self) -> None:
+        """Give the core what its queue has room for. Raises as `start`."""
+        calls: dict[Call, Slot] = {}
+        most = self._most_requests
+        while self._waiting:
+            call, slot = self._waiting[0]
+            if most is not None and self._num_requests and self._num_requests + len(call.rows) > most:
+                break
+            self._waiting.popleft()
+            calls[call] = slot
+            self._num_requests += len(call.rows)
+        if calls:
+            self._running |= calls  # first of all, so that `close` cancels what is started
+            self._client.submit_all([*calls])
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""
@@ -332,7 +362,7 @@ class Flow:
     def take(self, wake: Wake) -> bool:
         """Take in what arrived. If nothing did: False, and `wake` is called once when something does.
 
-        Raises `EngineDead` and `EngineClosed`.
+        Raises `EngineDead`, `EngineClosed`, and `WrongState` where more rows were to be started.
         """
         arrived = self._mail.take(wake)
         for call, items in arrived:
@@ -341,7 +371,10 @@ class Flow:
                 make_shown(call.shown, call.shape, self._turns)
             if not call.num_unfinished and call in self._running:
                 self._finished.append((call, self._running.pop(call)))
+                self._num_requests -= len(call.rows)
             self._turns.give_way()
+        if self._waiting:
+            self._submit()
         return bool(arrived)
 
     def pop(self, most: int) -> list[Finished]:
@@ -375,7 +408,8 @@ class Flow:
         """Cancel what runs, and forget the rest; who waits sees the end. Idempotent."""
         self._closed = True
         self._mail.close()
-        running, self._running = self._running, {}
+        running, self._running = {**self._running, **dict(self._waiting)}, {}
+        self._waiting.clear()
         self._finished.clear()
         self._slots.clear()
         self.num_held = 0
