@@ -649,6 +649,23 @@ def test_the_end_of_the_engine_is_the_end_of_the_loop(
         list(engine.iter(["a"]))
 
 
+@pytest.mark.parametrize("waits", ["for", "async for"])
+def test_what_a_short_queue_has_no_room_for_waits_outside(
+    cores: list[Any], byte_folder: Path, waits: str
+) -> None:
+    with sgl.Engine(model_path=str(byte_folder), max_queued_requests=3, max_running_requests=2) as engine:
+        results = engine.iter(TEXTS, {"n": 3}, window=30)
+        found = list(results) if waits == "for" else asyncio.run(collected(results))
+        assert len(found) == 3 * len(TEXTS)
+        assert {result["error"] for result in found} == {None}
+        results = engine.iter(endless_after(3), window=30)
+        taken = [next(results)["index"] for _ in range(3)]
+        cores[0].die(RuntimeError("burnt"))
+        with pytest.raises(sgl.EngineDead, match="burnt"):
+            taken += [result["index"] for result in results]
+        assert taken == [0, 1, 2]
+
+
 def test_many_at_once(engine: sgl.Engine, cores: list[Any]) -> None:
     failures: list[BaseException] = []
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, RowError
+from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, RowError, WrongState
 from tokenmill.frontend.calls import Call, Mailbox, Wake
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.failures import failed_result, row_error
@@ -317,8 +317,7 @@ class Flow:
         try:
             self._submit()
         except BaseException:
-            self._waiting.clear()
-            self._running = {call: slot for call, slot in self._running.items() if call not in calls}
+            self._waiting = deque(each for each in self._waiting if each[0] not in calls)
             self._client.drop(*calls)
             raise
         self.num_held += len(prepared)
@@ -339,9 +338,16 @@ class Flow:
             self._waiting.popleft()
             calls[call] = slot
             self._num_requests += len(call.rows)
-        if calls:
-            self._running |= calls  # first of all, so that `close` cancels what is started
+        if not calls:
+            return
+        self._running |= calls  # first of all, so that `close` cancels what is started
+        try:
             self._client.submit_all([*calls])
+        except BaseException:
+            self._running = {call: slot for call, slot in self._running.items() if call not in calls}
+            self._num_requests -= sum(len(call.rows) for call in calls)
+            self._waiting.extendleft(reversed(calls.items()))
+            raise
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""
@@ -374,7 +380,11 @@ class Flow:
                 self._num_requests -= len(call.rows)
             self._turns.give_way()
         if self._waiting:
-            self._submit()
+            try:
+                self._submit()
+            except (EngineDead, EngineClosed, WrongState):
+                if not self.has_ready:  # what has finished goes first
+                    raise
         return bool(arrived)
 
     def pop(self, most: int) -> list[Finished]:
