@@ -369,6 +369,10 @@ def test_from_value_takes_every_dialect() -> None:
     assert SamplingParams.from_value({}) == SamplingParams()
     slotted = dataclasses.make_dataclass("Slotted", ["temperature", "stop"], slots=True)
     assert SamplingParams.from_value(slotted(**given)) == expected
+    of_class = type("OfClass", (), {**given, "unheard_of": 1})()  # of a class nobody asks for all it has
+    assert SamplingParams.from_value(of_class) == expected
+    of_class.temperature = 0.25
+    assert SamplingParams.from_value(of_class) == dataclasses.replace(expected, temperature=0.25)
 
 
 def test_from_value_reads_the_notes_of_a_normalized_foreign_object() -> None:

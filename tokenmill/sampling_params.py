@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -472,10 +472,10 @@ def _check_names(given: Mapping[Any, Any]) -> None:
 def _attributes(value: Any) -> dict[str, Any]:
     """The public attributes of an object that holds parameters, under our names."""
     if not isinstance(value, type) and not callable(value):
-        if hasattr(value, "__dict__"):
-            names: Sequence[str] = [name for name in vars(value) if not name.startswith("_")]
-        else:
-            names = [name for name in sorted(_NAMES) if hasattr(value, name)]
+        # What the object holds, where also what we do not know is seen, and what its class says.
+        own = [name for name in getattr(value, "__dict__", {}) if not name.startswith("_")]
+        known = sorted({*_NAMES, *_OBJECT_NAMES} - {*own})
+        names = [*own, *(name for name in known if hasattr(value, name))]
         if names or hasattr(value, "__dict__"):
             kept = [name for name in names if name not in _OBJECT_NOTES]
             return {_OBJECT_NAMES.get(name, name): getattr(value, name) for name in kept}

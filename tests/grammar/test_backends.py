@@ -333,7 +333,34 @@ BAD_SCHEMAS: list[tuple[str, str]] = [
     ('{"allOf":[{"multipleOf":9973},{"type":"integer","multipleOf":9967}]}', "least common multiple"),
     ('{"type":"object","minProperties":2}', "minProperties=2"),
     ('{"minProperties":2,"required":["a","b"],"properties":{"a":{}}}', "minProperties=2"),
+    (
+        '{"type":"number","exclusiveMinimum":0,"maximum":0.5}',
+        "exclusiveMinimum=0 .*maximum=0.5.* use minimum",
+    ),
+    ('{"exclusiveMinimum":2,"exclusiveMaximum":2.25}', "exclusiveMinimum=2 .*exclusiveMaximum=2.25"),
+    ('{"type":"number","minimum":-1.5,"exclusiveMaximum":-1}', "exclusiveMaximum=-1 .*minimum=-1.5"),
+    ('{"minimum":-0.5,"allOf":[{"exclusiveMaximum":0.0}]}', "exclusiveMaximum=0.0 .*minimum=-0.5"),
 ]
+
+
+@pytest.mark.parametrize("low", [-2.5, -2, -0.3, 0, 0.7, 1])
+@pytest.mark.parametrize("high", [-2, -1.5, 0, 0.3, 1, 1.5])
+@pytest.mark.parametrize("names", [("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum")])
+def test_excluded_bounds_stay_out(low: float, high: float, names: tuple[str, str]) -> None:
+    """Of those that are not refused no bound is a number that may come out."""
+    if low >= high:
+        return
+    schema = {"type": "number", names[0]: low, names[1]: high}
+    excluded = low if names[0] == "exclusiveMinimum" else high
+    try:
+        template = backend("llguidance").compile(Grammar("json_schema", json.dumps(schema)))
+    except BadGrammar:
+        assert excluded == int(excluded)
+        return
+    texts = {f"{excluded}", f"{float(excluded)}"} | ({"-0", "-0.0"} if excluded == 0 else set())
+    for text in texts:
+        matcher = template.new()
+        assert not (all(map(matcher.accept, tokenizer().encode(text))) and matcher.is_accepting), text
 
 
 @pytest.mark.parametrize(("schema", "reason"), BAD_SCHEMAS, ids=[schema for schema, _ in BAD_SCHEMAS])

@@ -74,14 +74,27 @@ _LATER = {
     "load_lora_adapter_from_tensors": "LoRA adapters",
     "unload_lora_adapter": "LoRA adapters",
     "async_unload_lora_adapter": "LoRA adapters",
+    "collective_rpc": "methods of SGLang's scheduler",
+    "save_sharded_model": "sharded checkpoints",
+    "save_remote_model": "checkpoints on other machines",
+    "start_expert_distribution_record": "mixtures of experts",
+    "stop_expert_distribution_record": "mixtures of experts",
+    "dump_expert_distribution_record": "mixtures of experts",
+    "init_weights_update_group": "weights from other processes",
+    "update_weights_from_distributed": "weights from other processes",
+    "update_weights_from_ipc": "weights from other processes",
 }
+
+
+class _NotSupported(InvalidArgument, AttributeError):
+    """A method that SGLang has: `hasattr` says no, and who calls it gets an error of ours."""
 
 
 def missing(engine: object, name: str) -> AttributeError:
     """The error for an attribute that `Engine` has not, with the feature it stands for in SGLang."""
     message = f"{type(engine).__name__!r} object has no attribute {name!r}"
     if name in _LATER:
-        message = f"Engine.{name} is not supported yet ({_LATER[name]})"
+        return _NotSupported(f"Engine.{name} is not supported yet ({_LATER[name]})")
     return AttributeError(message, name=name, obj=engine)
 
 

@@ -19,6 +19,7 @@ def check_schema(schema: Any) -> None:
     _check_multiples([each["multipleOf"] for each in objects if is_number(each.get("multipleOf"))])
     for each in objects:
         _check_names(each)
+        _check_bounds(each)
 
 
 def _check_multiples(values: list[int | float]) -> None:
@@ -50,3 +51,32 @@ def _check_names(schema: dict[str, Any]) -> None:
             f"minProperties={least} cannot be enforced, because the output may have one name twice; have "
             f"{least} names in both 'required' and 'properties', or set it to 1"
         )
+
+
+def _check_bounds(schema: dict[str, Any]) -> None:
+    """The library takes an excluded whole number for one that is allowed, if the other bound lies within one
+    of it, away from zero. Bounds meet in one object, or in the parts of `allOf`."""
+    if schema.get("type") == "integer":
+        return
+    others = schema.get("allOf")
+    parts = [schema, *(others if isinstance(others, list) else [])]
+
+    def bounds(*names: str) -> list[tuple[str, int | float]]:
+        found: list[tuple[str, int | float]] = []
+        for part in parts:
+            for name in names:
+                value: Any = part.get(name) if isinstance(part, dict) else None
+                if is_number(value) and (isinstance(value, int) or math.isfinite(value)):
+                    found.append((name, value))
+        return found
+
+    lower, upper = ("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")
+    for sign, (excluding, _), other in ((1, lower, upper), (-1, upper, lower)):
+        for name, excluded in bounds(excluding):
+            for far_name, far in bounds(*other):
+                if excluded == int(excluded) and 0 <= sign * excluded < sign * far < sign * excluded + 1:
+                    raise BadGrammar(
+                        f"{name}={excluded} cannot be enforced together with {far_name}={far}, because "
+                        f"{excluded} itself may come out; use {name.replace('exclusiveM', 'm')} with the "
+                        "nearest number that you want"
+                    )
