@@ -204,9 +204,10 @@ def _check_writable(name: str, path: Path) -> None:
         raise InvalidArgument(
             f"{name}: there is no folder {str(path.parent)!r}; make it, or name another one"
         )
-    # A journal is written in place; other files are replaced by one that is made beside them.
-    places = [path.parent] if name != "journal" or not path.exists() else []
-    if not all(os.access(place, os.W_OK) for place in (*places, *([path] if path.exists() else []))):
+    written = [path] if path.exists() else []
+    if not (written and name == "journal"):  # which grows in place; others are replaced by a file beside them
+        written.append(path.parent)
+    if not all(os.access(place, os.W_OK) for place in written):
         raise InvalidArgument(
             f"{name}: {str(path)!r} cannot be written; you have no permission for it or for its folder"
         )
