@@ -62,6 +62,7 @@ GRANTS: dict[str, set[str]] = {
         "kernels.operands",  # and these are the columns
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch
+        "kernels.openmp",  # it decides how many threads compute, and which of them rest
         "kernels.tape",  # it records what the parts below it call, as it captures graphs
         "kernels.launching",  # and says when it does
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +28,15 @@ needs_native = pytest.mark.skipif(
 def name(request: pytest.FixtureRequest) -> str:
     """The backend under test."""
     return str(request.param)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many threads, as long as the test runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def make(
@@ -144,11 +153,8 @@ def test_page_groups_have_their_own_tables(name: str, ragged: SimpleNamespace) -
         torch.testing.assert_close(out.double(), step.expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_nothing(
-    name: str, ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+def test_the_number_of_threads_changes_nothing(name: str, ragged: SimpleNamespace, threads: None) -> None:
     spec = AttentionSpec(8, 4, 64, scale=0.125)
     step = ragged.ragged_step(spec, MIXED * 4, page_size=16, dtype=torch.float32, seed=10)
     torch.testing.assert_close(answer(name, step, spec, 16).double(), step.expected, atol=1e-5, rtol=1e-5)

@@ -108,6 +108,20 @@ def test_the_pool_of_workers_is_the_one_of_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 
 
+def test_as_many_workers_as_torch_has() -> None:
+    code = (
+        "import os, torch\n"
+        "from tokenmill.kernels import native, native_calls\n"
+        "kernels, x = native.library(torch.float32), torch.ones(4000, 512)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "for number in (1, 3):\n"
+        "    torch.set_num_threads(number)\n"
+        "    native_calls.gated_silu(kernels, x)\n"
+        "    assert len(os.listdir('/proc/self/task')) == before + number - 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     monkeypatch.setattr(native, "_compiler", lambda: None)
     x, weight = torch.randn(3, 64), torch.randn(64)

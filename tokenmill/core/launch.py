@@ -73,6 +73,8 @@ class CoreThread:
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; raises `EngineDead` or `EngineClosed` once the loop has ended."""
         self._raise_if_inside()
+        if not self._feeds_device:
+            runner.release_workers()  # those of the caller, who will wait
         self._put(Submit(requests))
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -135,8 +137,10 @@ class CoreThread:
     ) -> None:
         try:
             mill = open_mill()
-            loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver)
-            self._pulse, self._feeds_device = loop.pulse, mill.facts.device != "cpu"
+            self._feeds_device = mill.facts.device != "cpu"
+            rest = None if self._feeds_device else runner.release_workers
+            loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver, rest=rest)
+            self._pulse = loop.pulse
         except BaseException as error:
             self._left.set()
             started.set_exception(error)

@@ -30,6 +30,8 @@ from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Runner, Sink, StepPlan
 
+# Nothing to do for so long is rest.
+_SECONDS_AWAKE = 0.05
 # The masks of fewer rows are filled before another thread has woken up.
 _MANY_MASKS = 32
 
@@ -85,9 +87,12 @@ class Loop:
         grammars: Grammars,
         inbox: Inbox,
         deliver: Sink,
+        rest: Callable[[], None] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`rest` is called when there has been nothing to do for a moment."""
         self._runner = runner
+        self._rest = rest
         self._scheduler = scheduler
         self._grammars = grammars
         self._inbox = inbox
@@ -201,6 +206,11 @@ class Loop:
     def _sleep(self) -> Message:
         """The next message; raises `queue.Empty` when a deadline is there before it."""
         with self.pulse.resting():
+            left = self._deadlines.seconds_left()
+            if self._rest is not None and (left is None or left > _SECONDS_AWAKE):
+                with contextlib.suppress(queue.Empty):
+                    return self._inbox.get(timeout=_SECONDS_AWAKE)
+                self._rest()
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _receive(self, message: Message) -> None:
@@ -291,7 +301,14 @@ class Loop:
             self._deliver(outputs)
 
 
-def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sink) -> Loop:
+def build_loop(
+    mill: Runner,
+    config: EngineConfig,
+    *,
+    inbox: Inbox,
+    deliver: Sink,
+    rest: Callable[[], None] | None = None,
+) -> Loop:
     """Books and scheduler for a runner, sized by its facts."""
     facts = mill.facts
     cache = Cache(
@@ -312,4 +329,4 @@ def build_loop(mill: Runner, config: EngineConfig, *, inbox: Inbox, deliver: Sin
         priorities=Priorities.of(config),
     )
     grammars = build_grammars(config, facts)
-    return Loop(mill, scheduler, cache, grammars=grammars, inbox=inbox, deliver=deliver)
+    return Loop(mill, scheduler, cache, grammars=grammars, inbox=inbox, deliver=deliver, rest=rest)

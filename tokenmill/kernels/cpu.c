@@ -64,6 +64,7 @@ static const float LOG2_E = 1.44269504f;
 
 typedef void (*member)(void *);
 typedef void (*team)(member, void *, unsigned, unsigned);
+typedef int (*count)(void);
 typedef void (*unit)(const void *, long);
 
 struct job {
@@ -72,10 +73,14 @@ struct job {
     long units, grain, next;
 };
 
-/* `start_team` is GOMP_parallel of the OpenMP runtime that torch has loaded: one pool of workers for both. */
+/* GOMP_parallel and omp_get_max_threads of the OpenMP runtime that torch has loaded: one pool of workers for both. */
 static team start_team;
+static count most_threads;
 
-void use_team(team start) { start_team = start; }
+void use_team(team start, count most) {
+    start_team = start;
+    most_threads = most;
+}
 
 static void work(void *shared) {
     struct job *job = shared;
@@ -87,10 +92,10 @@ static void work(void *shared) {
     }
 }
 
-static void share(unit run, const void *arguments, long units, long grain, long threads) {
+static void share(unit run, const void *arguments, long units, long grain) {
     struct job job = {run, arguments, units, grain, 0};
-    if (start_team && threads > 1 && units > grain)
-        start_team(work, &job, (unsigned)threads, 0);
+    if (start_team && units > grain && most_threads() > 1)
+        start_team(work, &job, 0, 0);
     else
         work(&job);
 }
@@ -149,7 +154,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 struct product {
     const element *x, *weight, *bias; /* bias: NULL for none */
     element *out;
-    long num_rows, num_inputs, num_outputs, padded_inputs, width, threads; /* whole tiles of inputs */
+    long num_rows, num_inputs, num_outputs, padded_inputs, width; /* whole tiles of inputs */
 };
 
 /* Sums of a row for up to `count` outputs from `begin` on. */
@@ -198,7 +203,7 @@ static void multiply_column(const void *arguments, long column) {
 
 /* x W^T + b of one row. */
 void product_of_row(const struct product *a) {
-    share(multiply_column, a, (a->num_outputs + a->width - 1) / a->width, 1, a->threads);
+    share(multiply_column, a, (a->num_outputs + a->width - 1) / a->width, 1);
 }
 
 /* ── product of few rows, in tiles ─────────────────────────────────────────────────────── */
@@ -304,7 +309,7 @@ long most_tiled_rows(void) {
 /* x W^T + b of at most `most_tiled_rows` rows with whole tiles of inputs. */
 void product_in_tiles(const struct product *a) {
 #ifdef __AMX_BF16__
-    share(multiply_column_in_tiles, a, (a->num_outputs + a->width - 1) / a->width, 1, a->threads);
+    share(multiply_column_in_tiles, a, (a->num_outputs + a->width - 1) / a->width, 1);
 #else
     (void)a;
 #endif
@@ -316,7 +321,7 @@ void product_in_tiles(const struct product *a) {
 struct norm {
     const element *x, *residual, *weight; /* residual and total: NULL for a plain norm */
     element *out, *total;
-    long outer, inner, stride_outer, stride_inner, size, threads;
+    long outer, inner, stride_outer, stride_inner, size;
     float epsilon;
 };
 
@@ -338,7 +343,7 @@ static void norm_row(const void *arguments, long row) {
 
 /* Rows are `outer` by `inner`; residual, out and total are contiguous. */
 void rms_norm(const struct norm *a) {
-    share(norm_row, a, a->outer * a->inner, grain_of(a->size), a->threads);
+    share(norm_row, a, a->outer * a->inner, grain_of(a->size));
 }
 
 /* ── gated activation ──────────────────────────────────────────────────────────────────────── */
@@ -346,7 +351,7 @@ void rms_norm(const struct norm *a) {
 struct gate {
     const element *gate_up;
     element *out;
-    long num_rows, size, threads;
+    long num_rows, size;
 };
 
 static void gate_row(const void *arguments, long row) {
@@ -361,14 +366,14 @@ static void gate_row(const void *arguments, long row) {
 }
 
 /* silu(gate_up[:, :size]) * gate_up[:, size:] */
-void gated_silu(const struct gate *a) { share(gate_row, a, a->num_rows, grain_of(2 * a->size), a->threads); }
+void gated_silu(const struct gate *a) { share(gate_row, a, a->num_rows, grain_of(2 * a->size)); }
 
 /* ── rotation ──────────────────────────────────────────────────────────────────────────────── */
 
 struct rotation {
     const element *x, *cosines, *sines;
     element *out;
-    long num_tokens, heads, stride_token, stride_head, head_dim, half, threads;
+    long num_tokens, heads, stride_token, stride_head, head_dim, half;
 };
 
 static void rotate_token(const void *arguments, long token) {
@@ -388,7 +393,7 @@ static void rotate_token(const void *arguments, long token) {
 }
 
 void rotate(const struct rotation *a) {
-    share(rotate_token, a, a->num_tokens, grain_of(a->heads * a->head_dim), a->threads);
+    share(rotate_token, a, a->num_tokens, grain_of(a->heads * a->head_dim));
 }
 
 /* ── keys and values ───────────────────────────────────────────────────────────────────────── */
@@ -402,7 +407,7 @@ struct stored {
     const struct caches *caches;
     const element *k, *v;
     const int64_t *slots;
-    long num_tokens, stride_kt, stride_kh, stride_vt, stride_vh, threads;
+    long num_tokens, stride_kt, stride_kh, stride_vt, stride_vh;
 };
 
 static void store_token(const void *arguments, long token) {
@@ -417,7 +422,7 @@ static void store_token(const void *arguments, long token) {
 }
 
 void store(const struct stored *a) {
-    share(store_token, a, a->num_tokens, grain_of(2 * a->caches->heads * a->caches->head_dim), a->threads);
+    share(store_token, a, a->num_tokens, grain_of(2 * a->caches->heads * a->caches->head_dim));
 }
 
 /* ── attention of one query a row ──────────────────────────────────────────────────────────── */
@@ -429,7 +434,7 @@ struct decode {
     const element *q;
     const int32_t *page_table, *lengths;
     element *out;
-    long num_rows, stride_qt, stride_qh, stride_table, group, window, threads; /* window 0: none */
+    long num_rows, stride_qt, stride_qh, stride_table, group, window; /* window 0: none */
     float scale;
 };
 
@@ -504,4 +509,4 @@ static void decode_head(const void *arguments, long index) {
 }
 
 /* Each row's last token attends to its pages; `out` [rows, H, D] is contiguous. */
-void decode(const struct decode *a) { share(decode_head, a, a->num_rows * a->caches->heads, 1, a->threads); }
+void decode(const struct decode *a) { share(decode_head, a, a->num_rows * a->caches->heads, 1); }

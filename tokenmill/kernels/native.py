@@ -15,13 +15,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from ctypes import c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from tokenmill.cache_folder import cache_folder
+from tokenmill.kernels import openmp
 
 _log = logging.getLogger("tokenmill")
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -46,7 +46,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the CPU kernels could not be compiled, small operations run on torch: %s", error)
         return None
-    kernels.use_team(c_void_p(_start_of_torch_team()))
+    if (runtime := openmp.runtime()) is not None:
+        kernels.use_team(runtime.GOMP_parallel, runtime.omp_get_max_threads)
     return kernels
 
 
@@ -86,17 +87,3 @@ def _processor() -> str:
     """The instructions of this processor: `-march=native` means another thing on another machine."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     return next((line for line in info.splitlines() if line.startswith(("flags", "Features"))), "")
-
-
-def _start_of_torch_team() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; None leaves one thread.
-
-    Sharing it matters: two pools of spinning workers would fight for the cores.
-    """
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        path = line.rpartition(" ")[2]
-        if "omp" in Path(path).name:
-            runtime = ctypes.CDLL(path)
-            if hasattr(runtime, "GOMP_parallel"):
-                return ctypes.cast(runtime.GOMP_parallel, c_void_p).value
-    return None

@@ -19,13 +19,13 @@ from tokenmill.kernels.tape import recorded
 # The structs of cpu.c by the names of the functions: P addresses, l whole numbers, f floats, in their order.
 _ARGUMENTS = {
     "look_up": Struct("3P3l"),
-    "product_of_row": Struct("4P6l"),
-    "product_in_tiles": Struct("4P6l"),
-    "rms_norm": Struct("5P6lf"),
-    "gated_silu": Struct("2P3l"),
-    "rotate": Struct("4P7l"),
-    "store": Struct("4P6l"),
-    "decode": Struct("5P7lf"),
+    "product_of_row": Struct("4P5l"),
+    "product_in_tiles": Struct("4P5l"),
+    "rms_norm": Struct("5P5lf"),
+    "gated_silu": Struct("2P2l"),
+    "rotate": Struct("4P6l"),
+    "store": Struct("4P5l"),
+    "decode": Struct("5P6lf"),
 }
 _CACHES = Struct("2P6l")
 
@@ -89,7 +89,6 @@ def product(
     _call(
         kernels, name, (x_NI, weight, bias_O, out_NO),
         len(x_NI), weight.num_inputs, weight.num_outputs, weight.padded_inputs, weight.width,
-        torch.get_num_threads(),
     )  # fmt: skip
     return out_NO
 
@@ -100,7 +99,7 @@ def rms_norm(kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, epsilo
     out = torch.empty(x.shape, dtype=x.dtype)
     _call(
         kernels, "rms_norm", (x, None, weight, out, None),
-        x.shape[0], inner, x.stride(0), x.stride(-2), x.shape[-1], torch.get_num_threads(), epsilon,
+        x.shape[0], inner, x.stride(0), x.stride(-2), x.shape[-1], epsilon,
     )  # fmt: skip
     return out
 
@@ -113,7 +112,7 @@ def add_rms_norm(
     num_rows, size = x_TD.shape
     _call(
         kernels, "rms_norm", (x_TD, residual_TD, weight, out_TD, total_TD),
-        num_rows, 1, size, size, size, torch.get_num_threads(), epsilon,
+        num_rows, 1, size, size, size, epsilon,
     )  # fmt: skip
     return out_TD, total_TD
 
@@ -122,7 +121,7 @@ def gated_silu(kernels: ctypes.CDLL, gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """As `activation.gated_silu_torch`, of a contiguous tensor."""
     num_rows, width = gate_up_T2F.shape
     out_TF = torch.empty((num_rows, width // 2), dtype=gate_up_T2F.dtype)
-    _call(kernels, "gated_silu", (gate_up_T2F, out_TF), num_rows, width // 2, torch.get_num_threads())
+    _call(kernels, "gated_silu", (gate_up_T2F, out_TF), num_rows, width // 2)
     return out_TF
 
 
@@ -135,7 +134,6 @@ def rotate(
     _call(
         kernels, "rotate", (x_THD, cos_TR, sin_TR, out_THD),
         num_tokens, num_heads, x_THD.stride(0), x_THD.stride(1), head_dim, cos_TR.shape[1],
-        torch.get_num_threads(),
     )  # fmt: skip
     return out_THD
 
@@ -163,7 +161,7 @@ class PagedCaches:
         """Write token t to slot `slots_T[t]` (int64, page * B + offset)."""
         _call(
             self._kernels, "store", (self, k_TKD, v_TKD, slots_T), len(slots_T),
-            k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), torch.get_num_threads(),
+            k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
         )  # fmt: skip
 
     def decode(
@@ -181,5 +179,5 @@ class PagedCaches:
         _call(
             self._kernels, "decode", (self, q_RHD, page_table_RP, lengths_R, out_RHD),
             num_rows, q_RHD.stride(0), q_RHD.stride(1), page_table_RP.stride(0),
-            num_heads // self._num_heads, window or 0, torch.get_num_threads(), scale,
+            num_heads // self._num_heads, window or 0, scale,
         )  # fmt: skip

@@ -1,4 +1,7 @@
-"""The mill: one step of the model on one device. Its door is `messages.Runner`; `start` opens it."""
+"""The mill: one step of the model on one device. Its door is `messages.Runner`; `start` opens it.
+
+On a CPU the threads of this process share its processors; `release_workers` is for those that rest.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ if TYPE_CHECKING:
     from tokenmill.config import EngineConfig
     from tokenmill.messages import Runner
 
-__all__ = ["start"]
+__all__ = ["release_workers", "start"]
 
 
 def start(config: EngineConfig) -> Runner:
@@ -19,3 +22,10 @@ def start(config: EngineConfig) -> Runner:
         from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
 
         return LocalRunner(config)
+
+
+def release_workers() -> None:
+    """End the workers that torch keeps for the calling thread; they come again when it computes again."""
+    from tokenmill.kernels import openmp
+
+    openmp.release_workers()

@@ -22,6 +22,7 @@ from tokenmill.messages import EngineFacts, Request, StepPlan, StepResult, Token
 from tokenmill.models import ModelSpec, read_spec
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy, row_seconds
+from tokenmill.runner.cpu_threads import cpu_threads
 from tokenmill.runner.drawing import Sampled, Unsampled
 from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.executor import Executor
@@ -115,6 +116,8 @@ class LocalRunner:
             "open_graphs": self._reopen_graphs,
         }
         clock.lap("pool")
+        follows = self._device.type == "cpu" and not placement.deterministic
+        self._threads = cpu_threads() if follows else None
         self._launched: _Launched | None = None
         self._in_flight: deque[Results] = deque()
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
@@ -122,6 +125,8 @@ class LocalRunner:
 
     def launch(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step; nothing is waited for."""
+        if self._threads is not None:
+            self._threads.follow()
         with torch.inference_mode():
             if len(plan.copy_sources):
                 self._copy_pages(plan)
