@@ -181,6 +181,21 @@ def test_a_journal_that_lost_its_first_record_lets_the_job_go_on(
     assert output.read_bytes() == before
 
 
+def test_a_shared_journal_that_forgot_an_output_by_damage_says_so(
+    do: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two jobs may have one journal, so it cannot be told whose output that is; its rows are kept."""
+    journal = tmp_path / "both.journal"
+    do(capitals(4), journal=journal)
+    data = journal.read_bytes()
+    journal.write_bytes(data[:70] + bytes([data[70] ^ 0x40]) + data[71:])
+    with pytest.raises(InvalidArgument, match="which is damaged, does not know it"):
+        do(journal=journal)
+    with pytest.warns(UserWarning, match="damage"):
+        summary = do(journal=journal, overwrite=True)
+    assert summary["rows"]["replayed"] == 4
+
+
 @pytest.mark.parametrize("change", ["appended", "cut", "deleted", "replaced"])
 @pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
 def test_an_input_that_changes_meanwhile_stops_the_job(

@@ -233,7 +233,8 @@ def test_a_stop_id_in_the_middle_is_not_allowed(make_request: Make) -> None:
     books, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(7,))
     assert mask(books, guide) == set()
     assert guide.finish is not None
-    assert guide.finish.status_code == 500
+    assert guide.finish.error_type == "bad_parameters"
+    assert "stop_token_ids" in str(guide.finish.message)
 
 
 def test_with_ignore_eos_the_models_ends_follow(make_request: Make) -> None:

@@ -104,7 +104,7 @@ class JobFiles:
         """Raise for outputs that the journal does not know, unless damage may have made it forget them."""
         is_damaged = bool(journal.damaged_bytes or journal.cut_bytes)
         if self.journal != _journal_of(self.output) or not (is_damaged or len(journal) == 0):
-            self._refuse(unknown)
+            self._refuse(unknown, ", which is damaged," if is_damaged else "")
         elif not is_damaged and any(map(_has_content, unknown)):
             warnings.warn(
                 f"the journal {str(self.journal)!r} is empty, which is damage: the output beside it is there "
@@ -112,12 +112,12 @@ class JobFiles:
                 stacklevel=2,
             )
 
-    def _refuse(self, paths: list[Path]) -> None:
+    def _refuse(self, paths: list[Path], state: str = "") -> None:
         for path in paths:
             if _has_content(path):
                 raise InvalidArgument(
-                    f"the output {str(path)!r} is there already, and the journal {str(self.journal)!r} does "
-                    "not know it; name another output, or replace it with overwrite=True (--overwrite)"
+                    f"the output {str(path)!r} is there already, and the journal {str(self.journal)!r}{state} "
+                    "does not know it; name another output, or replace it with overwrite=True (--overwrite)"
                 )
 
     def _claim(self, path: Path) -> bytes:

@@ -81,13 +81,21 @@ class Guide:
         message = f"{_NO_FURTHER}, because it is too complex: {reason}"
         return Finish("abort", message=message, status_code=400, error_type="bad_grammar")
 
-    def get_stuck(self) -> None:
-        """Set `finish`: no token is left."""
+    def get_stuck(self, *, for_ends: bool) -> None:
+        """Set `finish`: no token is left, where `for_ends` says that some were, which would end the request."""
         if self.finish is None:
-            self.finish = self._stuck(self.has_ended or self.matcher.is_accepting)
+            self.finish = self._stuck(self.has_ended or self.matcher.is_accepting, for_ends)
 
-    def _stuck(self, is_complete: bool) -> Finish:
+    def _stuck(self, is_complete: bool, for_ends: bool) -> Finish:
         """The end of a request for which no token is left."""
+        if not is_complete and for_ends:
+            return Finish(
+                "abort",
+                message=f"after {self._num_accepted} tokens the grammar goes on by ids of stop_token_ids only, "
+                "and those end an output, which is not complete there; leave them out of stop_token_ids",
+                status_code=400,
+                error_type="bad_parameters",
+            )
         if not is_complete:
             return _broken("no token of the vocabulary can follow")
         if not self.is_too_short:
@@ -163,11 +171,12 @@ class Grammars:
             guide.read(is_allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
-        for row in _empty_rows(bits):
+        without_token = _empty_rows(bits)
+        for row in without_token:
             guides[row].look()
         self._set_ends(guides, bits, are_complete)
         for row in _empty_rows(bits):
-            guides[row].get_stuck()
+            guides[row].get_stuck(for_ends=row not in without_token)
         slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
         # The tokenizer may know more ids than the model.
         return TokenMasks(slots, bits[:, : self._num_words])
