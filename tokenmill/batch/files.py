@@ -116,8 +116,9 @@ class JobFiles:
         for path in paths:
             if _has_content(path):
                 raise InvalidArgument(
-                    f"the output {str(path)!r} is there already, and the journal {str(self.journal)!r}{state} "
-                    "does not know it; name another output, or replace it with overwrite=True (--overwrite)"
+                    f"the output {str(path)!r} is there already, and the journal {str(self.journal)!r}"
+                    f"{state} does not know it; name another output, or replace it with overwrite=True "
+                    "(--overwrite)"
                 )
 
     def _claim(self, path: Path) -> bytes:

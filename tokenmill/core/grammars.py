@@ -82,7 +82,7 @@ class Guide:
         return Finish("abort", message=message, status_code=400, error_type="bad_grammar")
 
     def get_stuck(self, *, for_ends: bool) -> None:
-        """Set `finish`: no token is left, where `for_ends` says that some were, which would end the request."""
+        """Set `finish`: no token is left; `for_ends`: some were, but they would end the request."""
         if self.finish is None:
             self.finish = self._stuck(self.has_ended or self.matcher.is_accepting, for_ends)
 
@@ -91,8 +91,8 @@ class Guide:
         if not is_complete and for_ends:
             return Finish(
                 "abort",
-                message=f"after {self._num_accepted} tokens the grammar goes on by ids of stop_token_ids only, "
-                "and those end an output, which is not complete there; leave them out of stop_token_ids",
+                message=f"after {self._num_accepted} tokens the grammar needs an id of stop_token_ids, and "
+                "those end outputs, which are not complete there; leave it out of stop_token_ids",
                 status_code=400,
                 error_type="bad_parameters",
             )

@@ -14,6 +14,21 @@ from tokenmill.grammar.base import BadGrammar
 # Keywords whose value maps names of the user to schemas, or holds no schema at all.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples", "required", "type", "discriminator")
+# What says more of a string than its format.
+_BESIDE_FORMAT = {"pattern", "minLength", "maxLength"}
+# RFC 3339, without seconds that are leapt; RFC 2673.
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY = "((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR, _BELOW_60 = "([01][0-9]|2[0-3])", "[0-5][0-9]"
+_TIME = rf"{_HOUR}:{_BELOW_60}:{_BELOW_60}(\.[0-9]+)?(Z|[+-]{_HOUR}:{_BELOW_60})"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_PATTERNS = {
+    "date": _DATE,
+    "date-time": f"{_DATE}T{_TIME}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+}
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
 
 
@@ -22,7 +37,7 @@ def read_schema(text: str) -> Any:
     schema = read_json(text)
     if schema is False:
         raise BadGrammar("the schema `false` allows no output")
-    leave_out_idle(schema)
+    normalize(schema)
     return schema
 
 
@@ -31,11 +46,24 @@ def read_json(text: str) -> Any:
     return json.loads(text, parse_int=_whole_number)
 
 
-def leave_out_idle(schema: Any) -> None:
-    """Take away, in place, what allows everything, yet is refused where the keyword is not known."""
+def normalize(schema: Any) -> None:
+    """Change a schema, in place, into one that means the same to more libraries.
+
+    What allows everything is taken away: it is refused where the keyword is not known. Formats that the
+    libraries take too widely, days that no month has and numbers with zeros in front, become patterns.
+    """
     for each in list(subschemas(schema)):
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]
+        if each.get("type") == "string" and not each.keys() & _BESIDE_FORMAT:
+            _write_format(each)
+
+
+def _write_format(schema: dict[str, Any]) -> None:
+    name = schema.get("format")
+    if isinstance(name, str) and name in _PATTERNS:
+        del schema["format"]
+        schema["pattern"] = f"^{_PATTERNS[name]}$"
 
 
 def _whole_number(digits: str) -> int:

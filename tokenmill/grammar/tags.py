@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
-from tokenmill.grammar.schemas import leave_out_idle, read_json
+from tokenmill.grammar.schemas import normalize, read_json
 
 # Most white space between two parts of a JSON text; deep nesting with wide indents fits.
 MAX_WHITESPACE = 32
@@ -50,5 +50,5 @@ def _read_tag(index: int, structure: Any, triggers: list[str]) -> Tag:
     trigger = min((each for each in triggers if begin.startswith(each)), key=len, default=None)
     if trigger is None:
         raise BadGrammar(f"structures[{index}] begins with {begin!r}, which no trigger opens")
-    leave_out_idle(schema)
+    normalize(schema)
     return Tag(trigger, begin, schema, end)

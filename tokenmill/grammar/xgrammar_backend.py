@@ -15,7 +15,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import ebnf_of
 from tokenmill.grammar.patterns import translate
-from tokenmill.grammar.schemas import leave_out_idle, read_json, read_schema
+from tokenmill.grammar.schemas import normalize, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
 from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.grammar.xgrammar_schemas import check_schema
@@ -27,6 +27,8 @@ _FEW = 16
 _MOST_SECONDS = 0.3
 _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
+# Time and place in the library's source, which its messages begin with.
+_ORIGIN = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
@@ -51,7 +53,7 @@ class XgrammarMatcher:
             if not self.error:
                 self.inner.fill_next_token_bitmask(out.reshape(1, -1))
         except RuntimeError as error:
-            self.error = str(error).strip()[:500]
+            self.error = _message(error)
         self._end_if_slow(began)
         out &= 0 if self.error else self.known
 
@@ -111,7 +113,11 @@ class XgrammarBackend:
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
         """See `Backend`."""
         has_json = grammar.kind in ("json_schema", "structural_tag")
-        template = XgrammarTemplate(self._compiled(grammar), self._plain_texts if has_json else self._texts)
+        try:
+            compiled = self._compiled(grammar)
+        except RuntimeError as error:
+            raise BadGrammar(_message(error)) from None
+        template = XgrammarTemplate(compiled, self._plain_texts if has_json else self._texts)
         matcher = template.new()
         first: IntArray = np.zeros(self.num_words, dtype=np.int32)
         matcher.fill_mask(first)
@@ -168,9 +174,13 @@ class XgrammarBackend:
 
     def _tag(self, document: Any) -> Any:
         for schema in _schemas_of(document):
-            leave_out_idle(schema)
+            normalize(schema)
             check_schema(schema)
         return self._compiler.compile_structural_tag(json.dumps(document))
+
+
+def _message(error: RuntimeError) -> str:
+    return _ORIGIN.sub("", str(error), count=1).strip()[:500]
 
 
 def _text_tokens(tokenizer: Any, num_words: int) -> IntArray:
