@@ -25,14 +25,14 @@ WAYS = [
     pytest.param({}, 1, id="alone"),
     pytest.param({"chunked_prefill_size": 48, "max_running_requests": 4}, 8, id="chunked"),
     pytest.param({"disable_radix_cache": True}, 5, id="uncached"),
-    pytest.param({"max_total_tokens": 500}, 8, id="preempted"),
+    pytest.param({"max_total_tokens": 400}, 8, id="preempted"),
 ]
 
 
 def prompts() -> list[list[int]]:
-    """Mixed lengths; half of them share their first 300 tokens."""
+    """Mixed lengths; half of them share their first 200 tokens."""
     rng = random.Random(7)
-    shared = [rng.randrange(256) for _ in range(300)]
+    shared = [rng.randrange(256) for _ in range(200)]
     return [
         shared * (index % 2) + [rng.randrange(256) for _ in range(rng.choice((1, 9, 130)))]
         for index in range(8)
@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 def params(index: int) -> dict[str, Any]:
     """Drawn, some from the likeliest only, one with penalties."""
-    chosen: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    chosen: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
     return chosen | [{}, {"top_p": 0.9}, {"top_k": 20}, {"frequency_penalty": 0.5}][index % 4]
 
 
@@ -106,7 +106,7 @@ def assert_calls_are_equal(folder: Path, device: str, dtype: str, seed: int) -> 
                 assert result == wanted, call
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("family", "settings"), [("qwen3", {}), ("mistral", {"sliding_window": 24})], ids=["qwen3", "mistral"]
 )

@@ -74,6 +74,9 @@ class Grammars:
             if self._left[id(guide)] < 0:
                 guide.finish = STUCK
 
+    def clear(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -108,7 +108,7 @@ def test_models_of_pydantic(drawn: Callable[..., list[str]]) -> None:
         corners: tuple[Point, Point]
 
     schema = Shape.model_json_schema()
-    for text in drawn("xgrammar", "json_schema", json.dumps(schema), most=600):
+    for text in drawn("xgrammar", "json_schema", json.dumps(schema), most=600, count=4):
         Shape.model_validate_json(text)
 
 

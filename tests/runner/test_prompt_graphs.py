@@ -81,10 +81,10 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def prompts(shared: int = 0) -> list[list[int]]:
-    """Some that share so many ids, and have up to 20 of their own."""
+    """Some that share so many ids, and have up to 14 of their own."""
     rng = random.Random(7)
     head = [rng.randrange(256) for _ in range(shared)]
-    return [head + [rng.randrange(256) for _ in range(length)] for length in (20, 1, 12, 5, 16, 9)]
+    return [head + [rng.randrange(256) for _ in range(length)] for length in (14, 1, 9, 5, 6, 3)]
 
 
 def generate(folder: Path, inputs: list[list[int]], lengths: list[int], **settings: Any) -> list[list[int]]:
@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(
     transformers_greedy: Callable[..., list[int]],
     graphs_on_the_cpu: Calls,
 ) -> None:
-    folder, lengths, shared = make_model("qwen3", num_hidden_layers=2), [4, 2, 3, 3, 1, 2], 34
+    folder, lengths, shared = make_model("qwen3", num_hidden_layers=2), [3, 2, 3, 3, 1, 2], 18
     rows = generate(folder, prompts(shared), lengths)
     assert rows == [
         transformers_greedy(folder, prompt, length)
@@ -174,7 +174,7 @@ def test_rows_with_extras_get_what_plain_steps_give_them(
         return [(r["output_ids"], *(r["meta_info"].get(name) for name in names)) for r in results]
 
     found, replayed = run(), graphs_on_the_cpu.replayed
-    assert replayed > 3
+    assert replayed > 2
     for one, other in zip(found, run(disable_cuda_graph=True), strict=True):
         assert one[0] == other[0]
         assert numbers_in(one[1:]) == pytest.approx(numbers_in(other[1:]), abs=1e-4)
@@ -227,7 +227,7 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
     monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 2)
-    folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts()
+    folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts(6)
     greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     with sgl.Engine(
         model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True

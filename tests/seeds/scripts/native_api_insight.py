@@ -107,7 +107,7 @@ engine.start_profile(
 )
 
 # Run some requests (100 there; a trace with stacks of so many takes minutes to write)
-for i in range(2):
+for i in range(1):
     engine.generate(prompt=f"Request {i}", sampling_params={"max_new_tokens": 50})
 
 engine.stop_profile()
