@@ -19,6 +19,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import lark_of
 from tokenmill.grammar.llguidance_schemas import check_schema
+from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
@@ -121,7 +122,9 @@ class LlguidanceBackend:
         self.num_words = -(-num_tokens // 32)
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
         self._end_id = vocabulary.end_id
-        self._tokenizer = LLTokenizer(vocabulary.document, n_vocab=num_tokens, eos_token=self._end_id)
+        names = rename_added_tokens(vocabulary.document)
+        self._added_texts = names.plain
+        self._tokenizer = LLTokenizer(names.document, n_vocab=num_tokens, eos_token=self._end_id)
         self._num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._threads = LLExecutor(self._num_threads)
         self._mask_seconds = 0.0  # that one took last time
@@ -175,6 +178,11 @@ class LlguidanceBackend:
         return are_accepting
 
     def _source(self, grammar: Grammar) -> str:
+        source = self._forcing_source(grammar)
+        text = grammar.text.replace("\\", "")
+        return _unforced(source) if any(added in text for added in self._added_texts) else source
+
+    def _forcing_source(self, grammar: Grammar) -> str:
         match grammar.kind:
             case "json_schema":
                 return self._json(grammar.text)
@@ -230,6 +238,17 @@ def _with_options(schema: Any, options: JsonCompileOptions) -> Any:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return {**schema, "x-guidance": options}
+
+
+def _unforced(source: str) -> str:
+    """The same grammar; where it leaves only one text, the model may write it in whatever tokens.
+
+    Else it must write what the tokenizer makes of it, which may not be the token that it has for that.
+    """
+    inner = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    inner[0]["name"] = "inner"
+    outer = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @inner'}
+    return json.dumps({"grammars": [outer, *inner]})
 
 
 def _quoted(text: str) -> str:

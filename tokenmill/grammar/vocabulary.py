@@ -16,7 +16,7 @@ from tokenmill.grammar.base import BadGrammar
 class Vocabulary:
     """The content of a tokenizer.json, and what is read of it."""
 
-    document: str  # without padding and truncation
+    document: dict[str, Any]  # without padding and truncation
     num_tokens: int  # ids below are tokens
     end_id: int  # a special token
 
@@ -31,15 +31,13 @@ def read_vocabulary(config: EngineConfig) -> Vocabulary:
         text = path.read_text(encoding="utf-8")
     else:
         text = load_tokenizer(config).backend_tokenizer.to_str()
-    document = json.loads(text)
-    if document.get("padding") or document.get("truncation"):
-        text = json.dumps({**document, "padding": None, "truncation": None})
+    document = {**json.loads(text), "padding": None, "truncation": None}
     known = document["model"]["vocab"]
     added = document.get("added_tokens") or []
     num_known = 1 + max(known.values(), default=-1) if isinstance(known, dict) else len(known)
     num_tokens = max([num_known, *(token["id"] + 1 for token in added)])
     special = [token["id"] for token in added if token.get("special")]
-    return Vocabulary(text, num_tokens, special[0] if special else num_tokens - 1)
+    return Vocabulary(document, num_tokens, special[0] if special else num_tokens - 1)
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
