@@ -350,7 +350,7 @@ class _SessionCall(Continuation):
         self.replaces = wish.replace
         self.is_dropped = False
         self._sessions = sessions
-        self._inherited = _inherited(session, parent, wish)
+        self._inherited = _inherited(parent, wish)
 
     def place(self, place: str) -> str:
         return f"{place} with its context in session {self.session.id!r}" if self._inherited.size else place
@@ -384,19 +384,14 @@ class _SessionCall(Continuation):
         self.is_dropped = True
 
 
-def _inherited(session: _Session, parent: _Turn | None, wish: _Wish) -> IntArray:
+def _inherited(parent: _Turn | None, wish: _Wish) -> IntArray:
     """The tokens that stand before the new prompt."""
     count = 0
     if parent is not None:
         count = parent.num_inherited + len(parent.prompt_ids)
         count += 0 if wish.drop_previous_output else len(parent.output_ids)
-    if wish.offset > count:
-        raise InvalidArgument(
-            f"session_params['offset'] is {brief(wish.offset)}, but the context in session {session.id!r} "
-            f"has only {count} tokens; lower it, or leave it out to keep them all"
-        )
-    count = wish.offset or count
-    return np.empty(0, np.int32) if parent is None else parent.tokens(count)
+    kept = len(range(count)[: wish.offset or None])
+    return parent.tokens(kept) if parent is not None and kept else np.empty(0, np.int32)
 
 
 def _read_wish(value: Any) -> _Wish:
@@ -415,7 +410,7 @@ def _read_wish(value: Any) -> _Wish:
     return _Wish(
         check_text("session_params['id']", session_id),
         None if rid is None else check_text("session_params['rid']", rid),
-        check_whole("session_params['offset']", given.get("offset", 0), minimum=0),
+        check_whole("session_params['offset']", given.get("offset", 0), minimum=-(2**63)),
         check_flag("session_params['replace']", given.get("replace", False)),
         check_flag("session_params['drop_previous_output']", given.get("drop_previous_output", False)),
     )
