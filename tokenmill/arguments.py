@@ -20,7 +20,7 @@ from typing import Any, Literal
 from tokenmill import constraints
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
-from tokenmill.flags import add_engine_flags, given
+from tokenmill.flags import add_engine_flags, add_hidden_engine_flags, given
 from tokenmill.sampling_params import (
     SamplingParams,
     check_flag,
@@ -107,6 +107,11 @@ def other_names() -> tuple[ArgumentName, ...]:
     return tuple(_OTHERS.values())
 
 
+def _values_like(name: str) -> tuple[object, ...]:
+    """Some values of the type that one of SGLang's other names takes; None may be among them."""
+    return (False,) if name in _MAPPED else _OTHERS[name].neutral
+
+
 class ServerArgs(EngineConfig):
     """The arguments of one engine, given and read by any of SGLang's names.
 
@@ -123,8 +128,10 @@ class ServerArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Give a parser a flag for each argument in our names, and `--model`."""
+        """Give a parser a flag for each argument, in our names (which its help shows) and SGLang's others."""
         add_engine_flags(parser, without=())
+        names = [name for name in _OTHERS if name != "model"]
+        add_hidden_engine_flags(parser, {name: _values_like(SPELLINGS.get(name, name)) for name in names})
 
     @classmethod
     def from_cli_args(cls, options: argparse.Namespace) -> ServerArgs:

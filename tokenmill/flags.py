@@ -33,6 +33,21 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] 
     add_flags(group, EngineConfig, "engine", without=without, names={"model_path": ("--model",)})
 
 
+def add_hidden_engine_flags(
+    parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[object]]
+) -> None:
+    """More arguments of `Engine`, without help. What type a value has, examples tell."""
+    for name, values in examples.items():
+        kind = next((type(value) for value in values if value is not None), str)
+        parsing: dict[str, Any] = {"type": kind if kind in (int, float) else str}
+        if kind is bool:
+            parsing = {"action": "store_true"}
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(
+            flag, dest=f"engine.{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **parsing
+        )
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = ()) -> None:
     """The sampling parameters, as `sampling.<name>` in the options."""
     group = parser.add_argument_group("sampling")
