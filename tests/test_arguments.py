@@ -466,10 +466,11 @@ def test_server_args_as_scripts_for_sglang_make_them() -> None:
     parser = argparse.ArgumentParser()
     sgl.ServerArgs.add_cli_args(parser)
     parser.add_argument("--rows", type=int, default=3)
-    options = parser.parse_args(
+    line = (
         "--model-path tiny --dtype float32 --skip-tokenizer-init --tp 1 --dp-size 1 --disable-overlap-schedule "
-        "--enable-custom-logit-processor --schedule-conservativeness 0.5 --cuda-graph-max-bs 8".split()
+        "--enable-custom-logit-processor --schedule-conservativeness 0.5 --cuda-graph-max-bs 8"
     )
+    options = parser.parse_args(line.split())
     made = sgl.ServerArgs.from_cli_args(options)
     assert (made.model_path, made.dtype, made.skip_tokenizer_init) == ("tiny", "float32", True)
     assert (made.tp_size, made.steps_in_flight) == (1, 1)
