@@ -467,8 +467,8 @@ def test_server_args_as_scripts_for_sglang_make_them() -> None:
     sgl.ServerArgs.add_cli_args(parser)
     parser.add_argument("--rows", type=int, default=3)
     line = (
-        "--model-path tiny --dtype float32 --skip-tokenizer-init --tp 1 --dp-size 1 "
-        "--disable-overlap-schedule --enable-custom-logit-processor --schedule-conservativeness 0.5 --cuda-graph-max-bs 8"
+        "--model-path tiny --dtype float32 --skip-tokenizer-init --tp 1 --dp-size 1 --cuda-graph-max-bs 8 "
+        "--disable-overlap-schedule --enable-custom-logit-processor --schedule-conservativeness 0.5"
     )
     options = parser.parse_args(line.split())
     made = sgl.ServerArgs.from_cli_args(options)
