@@ -119,6 +119,24 @@ def test_replacing(sessions: Sessions) -> None:
     assert obsolete == [row.name]
 
 
+def test_replacing_what_follows_a_running_turn_ends_it(sessions: Sessions) -> None:
+    sessions.open(12, "s")
+    take_turn(sessions, {"id": "s"}, "a", [1], [2])
+    call, row, _ = begin(sessions, {"id": "s"}, "b", [3])
+    row.token_ids = [4, 5]  # what its caller was given so far
+    on_b = {"id": "s", "rid": "b", "replace": True}
+    _, next_row, obsolete = begin(sessions, on_b, "c", [7])
+    assert next_row.request.prompt_ids.tolist() == [1, 2, 3, 4, 5, 7]
+    assert obsolete == [row.name]
+    row.token_ids, row.finish = [4, 5, 6], Finish("abort")
+    call.finish(row)
+    assert take_turn(sessions, on_b, "d", [8], []) == [1, 2, 3, 4, 5, 8], "it is a turn like any other"
+    _, _, obsolete = begin(sessions, on_b | {"offset": 2}, "e", [9])
+    assert obsolete == []
+    with pytest.raises(sgl.InvalidArgument, match="it has 5, and this call would add 8"):
+        begin(sessions, on_b, "f", [9] * 8)
+
+
 def test_a_call_that_was_replaced_changes_nothing_when_it_ends(sessions: Sessions) -> None:
     sessions.open(100, "s")
     call, row, _ = begin(sessions, {"id": "s"}, "a", [1])
@@ -420,6 +438,9 @@ def test_like_plain_lists(script: list[Any]) -> None:
         context: list[int] | None = []
         if parent is not None:
             node = nodes[parent]
+            if node.output is None and replace:  # it ends with what its caller has seen
+                _, row = running.pop(parent)
+                node.output = row.token_ids
             said = node.output if not drop else []
             context = None if node.output is None or said is None else [*node.prompt, *said]
         if context is None:
@@ -432,6 +453,7 @@ def test_like_plain_lists(script: list[Any]) -> None:
         nodes[rid] = Node(parent, [*(context[:offset] if offset else context), *new])
         assert row.request.prompt_ids.tolist() == nodes[rid].prompt
         if kind == "begin":
+            row.token_ids = output[:2]
             running[rid] = (call, row)
         else:
             row.token_ids = output

@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -77,18 +78,25 @@ class _Turn:
     num_characters: int  # of its own prompt and output
     name: str  # under which the core knows it
     call: _SessionCall | None  # that waits for it; None: finished
+    said: Callable[[], Sequence[int]]  # while it runs: the output that its caller was given so far
     output_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
 
-    def tokens(self, count: int) -> IntArray:
-        """The first `count` tokens of context and output."""
-        pieces: list[IntArray] = []
-        turn: _Turn | None = self
+    def prompt(self) -> IntArray:
+        """All that it saw."""
+        pieces: list[IntArray] = [self.prompt_ids]
+        count, turn = self.num_inherited, self.parent
         while turn is not None and count:
             own = np.concatenate((turn.prompt_ids, turn.output_ids))
             pieces.append(own[: max(0, count - turn.num_inherited)])
             count = min(count, turn.num_inherited)
             turn = turn.parent
         return np.concatenate(pieces[::-1])
+
+    def end(self, output_ids: IntArray, num_characters: int) -> None:
+        """It said this, and is done."""
+        self.call, self.said = None, tuple
+        self.output_ids = output_ids
+        self.num_characters += num_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +157,10 @@ class _Session:
                 f"session {self.id!r} has no turn {wish.rid!r}; pass the meta_info['id'] of a result of this "
                 "session (turns that were aborted or replaced are forgotten), or leave rid out for the latest"
             )
-        if turn.call is not None:
+        if turn.call is not None and not wish.replace:
             raise InvalidArgument(
                 f"turn {wish.rid!r} of session {self.id!r} has not finished; wait for its result before "
-                "you continue it"
+                "you continue it, or end it with session_params['replace']"
             )
         return turn
 
@@ -260,28 +268,33 @@ class Sessions:
 
     def begin(self, call: _SessionCall, turns: Mapping[str, _Turn]) -> list[str]:
         """Add the turns of a call, all or none; gives the names of running ones that it replaces."""
-        session = call.session
+        session, parent = call.session, call.parent
+        runs = parent is not None and parent.call is not None
+        num_said = self.count_characters(call.parent_output) if runs else 0
         with self._lock:
             if self._find(session.id) is not session:
                 raise _unknown(session.id)
             session.forget_dropped()
-            if session.streaming and (
-                len(turns) > 1 or session.is_running or session.latest is not call.parent
-            ):
+            if session.streaming and (len(turns) > 1 or session.is_running or session.latest is not parent):
                 raise session.busy()
-            if call.parent is not None and call.parent not in session.turns.values():
+            if parent is not None and parent not in session.turns.values():
                 raise InvalidArgument(f"session {session.id!r} was changed meanwhile by another call; repeat")
-            kept = session.without_children(call.parent) if call.replaces else session.turns
-            session.check_room(kept, sum(turn.num_characters for turn in turns.values()))
+            kept = session.without_children(parent) if call.replaces else session.turns
+            num_new = sum(turn.num_characters for turn in turns.values())
+            session.check_room(kept, num_new + num_said)
             for rid in turns:
                 if rid in kept:
                     raise InvalidArgument(
                         f"rid {rid!r} is a turn of session {session.id!r} already; give every turn its own"
                     )
             replaced = [turn for rid, turn in session.turns.items() if rid not in kept]
+            obsolete = [turn.name for turn in replaced if turn.call is not None]
+            if parent is not None and parent.call is not None:
+                obsolete.append(parent.name)
+                parent.end(call.parent_output, num_said)
             session.turns = {**kept, **turns}
             self._touch(session)
-        return [turn.name for turn in replaced if turn.call is not None]
+        return obsolete
 
     def end(self, call: _SessionCall, row: Row, output_ids: IntArray | None) -> None:
         """A turn of a call has finished, or, without output, was aborted and is forgotten."""
@@ -294,9 +307,7 @@ class Sessions:
             if output_ids is None:
                 del session.turns[row.request.id]
             else:
-                turn.output_ids = output_ids
-                turn.num_characters += num_characters
-                turn.call = None
+                turn.end(output_ids, num_characters)
             self._touch(session)
 
     def count_characters(self, token_ids: IntArray) -> int:
@@ -350,7 +361,8 @@ class _SessionCall(Continuation):
         self.replaces = wish.replace
         self.is_dropped = False
         self._sessions = sessions
-        self._inherited = _inherited(parent, wish)
+        self.parent_output = _output_of(parent)
+        self._inherited = _inherited(parent, self.parent_output, wish)
 
     def place(self, place: str) -> str:
         return f"{place} with its context in session {self.session.id!r}" if self._inherited.size else place
@@ -372,7 +384,8 @@ class _SessionCall(Continuation):
                 prompt_ids = row.request.prompt_ids
                 own = prompt_ids[len(self._inherited) :].copy()
                 num_characters = self._sessions.count_characters(own)
-            yield row, _Turn(self.parent, len(self._inherited), own, num_characters, row.name, self)
+            said = partial(getattr, row, "token_ids")
+            yield row, _Turn(self.parent, len(self._inherited), own, num_characters, row.name, self, said)
 
     def finish(self, row: Row) -> None:
         is_answer = row.finish is not None and row.finish.kind != "abort"
@@ -384,14 +397,20 @@ class _SessionCall(Continuation):
         self.is_dropped = True
 
 
-def _inherited(parent: _Turn | None, wish: _Wish) -> IntArray:
+def _output_of(turn: _Turn | None) -> IntArray:
+    """What a turn has said, or, while it runs, what its caller was given of that."""
+    if turn is None:
+        return np.empty(0, np.int32)
+    return turn.output_ids if turn.call is None else np.array(list(turn.said()), dtype=np.int32)
+
+
+def _inherited(parent: _Turn | None, output_ids: IntArray, wish: _Wish) -> IntArray:
     """The tokens that stand before the new prompt."""
-    count = 0
-    if parent is not None:
-        count = parent.num_inherited + len(parent.prompt_ids)
-        count += 0 if wish.drop_previous_output else len(parent.output_ids)
-    kept = len(range(count)[: wish.offset or None])
-    return parent.tokens(kept) if parent is not None and kept else np.empty(0, np.int32)
+    if parent is None:
+        return np.empty(0, np.int32)
+    prompt = parent.prompt()
+    context = prompt if wish.drop_previous_output else np.concatenate((prompt, output_ids))
+    return context[: wish.offset or None]
 
 
 def _read_wish(value: Any) -> _Wish:
