@@ -94,6 +94,20 @@ def test_looking_costs_little() -> None:
     assert len(looks) <= 10 / LOOK_SECONDS + 2
 
 
+def test_long_looks_are_rare() -> None:
+    """As in a process with thousands of threads."""
+    machine, looks = Machine(2), []
+
+    def look() -> float:
+        looks.append(1)
+        machine.now += 0.02
+        return machine.waited
+
+    machine.threads = CpuThreads(2, machine._set, look, clock=lambda: machine.now)
+    list(machine.run(100))
+    assert 40 <= len(looks) <= 53
+
+
 def _run_with_two_threads(code: str) -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}

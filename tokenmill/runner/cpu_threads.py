@@ -21,8 +21,10 @@ import torch
 from tokenmill.kernels import openmp
 
 _log = logging.getLogger("tokenmill")
-# How often to look. A look reads a small file for each thread of the process, 0.01 ms each.
+# How often to look. A look reads a small file for each thread of the process, 0.01 ms each: rarely, where
+# there are thousands.
 LOOK_SECONDS = 0.1
+_MOST_LOOKING = 0.01  # of the time
 # Seconds that threads wait, together, in each second in which other work wants a processor as much as they
 # do: 0.5 to 1 for each such processor. Beside work of a few milliseconds now and then it is below 0.2.
 _CROWDED = 0.4
@@ -49,6 +51,7 @@ class CpuThreads:
         self._seconds_waited = seconds_waited
         self._clock = clock
         self._looked, self._waited = clock(), seconds_waited()
+        self._next_look = self._looked + LOOK_SECONDS
         self._num_crowded = 0  # looks in a row
         self._is_trial = False
         self._pause = FIRST_PAUSE_SECONDS
@@ -57,9 +60,10 @@ class CpuThreads:
     def follow(self) -> None:
         """Look whether threads wait for processors, if it is time to. Call before each step."""
         now = self._clock()
-        if now - self._looked < LOOK_SECONDS:
+        if now < self._next_look:
             return
         waited = self._seconds_waited()
+        self._next_look = now + max(LOOK_SECONDS, (self._clock() - now) / _MOST_LOOKING)
         waiting = (waited - self._waited) / (now - self._looked)
         self._looked, self._waited = now, waited
         if waiting > _CROWDED and self._number > 1:
