@@ -60,6 +60,8 @@ class Engine:
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
         self._close = weakref.finalize(self, self._client.close)
+        if self._tokenizer is not None:
+            self._tokenizer.most_tokens = self._client.facts.max_sequence_tokens
         self._reader = InputReader.of(self.config, self._client.facts, self._tokenizer)
         self._scoring = Scoring(self.config, self._client, self._reader, self._tokenizer)
         self._control = Control(self._client)

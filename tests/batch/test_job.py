@@ -18,6 +18,7 @@ import pytest
 
 from tests.batch.row_files import SHORT, Rows, capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
+from tokenmill.batch import command
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.sources import open_source
@@ -444,3 +445,14 @@ def test_a_signal_ends_the_command_in_good_order(
     assert 0 < done["computed"] < 400
     assert len(read(output)) == done["done"]
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_a_shell_has_made_it_ignore_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with command._signals():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == command._interrupt
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,107 @@ def test_a_short_queue_turns_no_row_of_a_job_away(tmp_path: Path) -> None:
     assert summary["errors"] == []
     assert summary["samples"] == sum(row["sampling_params"]["n"] for row in rows)
     assert [result["error"] for result in found] == [None] * 120
+
+
+# ── files of others ───────────────────────────────────────────────────────────────────────────
+
+
+def test_an_output_that_another_job_writes_is_left_to_it(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a journal of its own, whose lock does not keep them apart."""
+    plain, refused = Work.run, []
+
+    def run(work: Work) -> None:
+        monkeypatch.setattr(Work, "run", plain)
+        with pytest.raises(JobStopped, match=r"out.jsonl.* is being written by another job") as raised:
+            do(journal=tmp_path / "second.journal", overwrite=True)
+        refused.append(raised.value)
+        plain(work)
+
+    monkeypatch.setattr(Work, "run", run)
+    do(capitals(4), journal=tmp_path / "first.journal")
+    assert len(read(tmp_path / "out.jsonl")) == 4
+    assert refused
+    assert not (tmp_path / "second.journal").exists()
+
+
+def test_an_output_that_appears_while_the_engine_starts_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_engine: Engine
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, capitals(2))
+
+    @contextlib.contextmanager
+    def start(arguments: dict[str, Any]) -> Iterator[Engine]:
+        output.write_text("of another job\n")
+        yield tiny_engine
+
+    monkeypatch.setattr(job, "_new_engine", start)
+    with pytest.raises(JobStopped, match="another job has written"):
+        batch.run(source, output, sampling_params=GREEDY)
+    assert output.read_text() == "of another job\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_rows_take_the_place_of_a_larger_file_at_once(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, plain = tmp_path / "out.jsonl", Work.run
+    output.write_text("of somebody else\n" * 10_000)
+    output.chmod(0o600)
+
+    def run(work: Work) -> None:
+        plain(work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        do(capitals(3), overwrite=True)
+    assert len(read(output)) == 3
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_report_replaces_reports_only(do: Callable[..., Any], tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text("<html>my page</html>")
+    with pytest.raises(InvalidArgument, match=r"report.html.* is none of a job"):
+        do(capitals(2), report=report)
+    assert report.read_text() == "<html>my page</html>"
+    do(report=report, overwrite=True)
+    assert "my page" not in report.read_text()
+    do(report=report)
+
+
+@pytest.mark.filterwarnings("ignore:the journal .* was damaged")
+@pytest.mark.parametrize("size", [64, 64 + 9000, 2**21])
+def test_a_file_that_begins_with_zeros_is_no_journal(
+    do: Callable[..., Any], tmp_path: Path, size: int
+) -> None:
+    journal = tmp_path / "disk.img"
+    data = bytes(size) + b"data"
+    journal.write_bytes(data)
+    with pytest.raises(InvalidArgument, match="no journal"):
+        do(capitals(2), journal=journal)
+    assert journal.read_bytes() == data
+    journal.write_bytes(bytes(size))  # what a power loss may leave of one
+    assert do(journal=journal)["rows"]["done"] == 2
+
+
+def test_arguments_without_effect_are_refused(do: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="timeout is given, and so is"):
+        do(capitals(1), timeout=6, options={"timeout": 5})
+    with pytest.raises(InvalidArgument, match=r"random_seed has no effect .* give seed"):
+        batch.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", random_seed=1)
+    with pytest.raises(InvalidArgument, match="'-' is no file"):
+        do(capitals(1), Path("-"))
+
+
+def test_a_row_of_many_megabytes_is_told_to_be_too_long(do: Callable[..., Any], tmp_path: Path) -> None:
+    """It is not encoded to its end, which would take gigabytes."""
+    long = [{"prompt": "word " * 4_000_000}, {"messages": [{"role": "user", "content": "a" * 10**7}]}]
+    summary = do([{"prompt": "Hi"}, *long])
+    assert (summary["rows"]["done"], summary["rows"]["failed"]) == (3, 2)
+    for row in read(tmp_path / "out.jsonl")[1:]:
+        assert row["error"]["type"] == "too_long"
+        assert "at least 4096 tokens, but a sequence has at most 2048" in row["error"]["message"]

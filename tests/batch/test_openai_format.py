@@ -127,6 +127,11 @@ def test_batch_files_are_told_from_others() -> None:
     assert is_batch_file(ListSource([request("left out")]))
     for first in ({}, request(body="left out"), request(url="left out"), request(method="left out")):
         assert is_batch_file(ListSource([first, request()]))
+    assert is_batch_file(ListSource([request()]), has_columns=True)
+    log = {"method": "GET", "url": "/", "body": "x"}
+    assert is_batch_file(ListSource([log]))  # each line is told that it has no custom_id
+    assert not is_batch_file(ListSource([log]), has_columns=True)
+    assert not is_batch_file(ListSource([{**log, "prompt": "Hi"}]))
     assert not is_batch_file(ListSource([{"prompt": "Hi"}, request()]))
     assert not is_batch_file(ListSource([{"question": "Hi"}]))
     assert not is_batch_file(ListSource([]))

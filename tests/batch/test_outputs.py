@@ -153,6 +153,12 @@ def test_values_that_json_has_not() -> None:
     assert json_line({"ü": "日本"}) == '{"ü": "日本"}\n'.encode()
 
 
+def test_a_line_is_one_for_every_way_to_split() -> None:
+    texts = ["a\u2028b", "\u2029\x85", "\v\f\x1c\r\n", "\\u2028"]
+    [line] = json_line(texts).decode().splitlines()
+    assert json.loads(line) == texts
+
+
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),

@@ -66,6 +66,7 @@ def fault(fields: dict[str, Any], **form: Any) -> str:
         ({"input_ids": "[5, 6]"}, {"input_ids": [5, 6]}),
         ({"prompt": "[5, 6]"}, {"prompt": "[5, 6]"}),
         ({"prompt": ""}, {"prompt": ""}),
+        ({"prompt": "", "messages": json.dumps(HELLO)}, {"messages": HELLO}),  # as CSV leaves one out
     ],
 )
 def test_the_first_of_the_usual_columns_is_the_prompt(
@@ -77,6 +78,9 @@ def test_the_first_of_the_usual_columns_is_the_prompt(
 def test_a_column_is_named() -> None:
     assert item({"prompt": "a", "question": "b"}, prompt_column="question") == {"prompt": "b"}
     assert item({"chat": json.dumps(HELLO)}, messages_column="chat") == {"messages": HELLO}
+    assert item({"input_ids": "[5, 6]"}, prompt_column="input_ids") == {"input_ids": [5, 6]}
+    assert item({"messages": json.dumps(HELLO)}, prompt_column="messages") == {"messages": HELLO}
+    assert "there is no column ''" in fault({"prompt": "a"}, prompt_column="")
 
 
 @pytest.mark.parametrize(
@@ -249,6 +253,7 @@ def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: st
         ("{{ name }", "the template is faulty in line 1"),
         ("a\n{% if name %}", "the template is faulty in line 2"),
         ("{{ name | nothing }}", "the template is faulty"),
+        ("{{ name | random }}", "No filter named 'random'"),  # each time another prompt
         ("{% if name %}" * 120 + "{% endif %}" * 120, "the template is nested too deeply"),
         ("{% for i in name %}" * 25 + "{% endfor %}" * 25, "the template is nested too deeply"),
         ("{{ " + "(" * 150 + "name" + ")" * 150 + " }}", "the template is nested too deeply"),

@@ -115,6 +115,14 @@ def test_what_changes_no_answer_is_accepted(body: dict[str, Any]) -> None:
         ({"logprobs": 3}, "logprobs must be True or False"),
         ({"response_format": "json"}, "response_format must have a type text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.json_schema must be"),
+        (
+            {"response_format": {"type": "json_object"}, "json_schema": {}},
+            "response_format and json_schema say the same thing",
+        ),
+        (
+            {"include_stop_str_in_output": True, "no_stop_trim": False},
+            "include_stop_str_in_output and no_stop_trim say the same thing",
+        ),
         ({"messages": "Hello"}, "messages must be a list"),
         ({"reasoning_effort": "low", "chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
         ({"chat_template": "{% for i in range(9) %}{% endfor %}"}, "give it to the engine, for all"),

@@ -126,3 +126,15 @@ def test_threads_may_encode_at_once(tokenizers: dict[str, Tokenizer]) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_text_that_is_far_too_long_is_encoded_in_part(
+    tokenizers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tokenizers["byte level"]
+    monkeypatch.setattr(tokenizer, "most_tokens", 60)
+    long, dense = "x" * 100_000, "<tool call>" * 100
+    [ids, others, short] = tokenizer.encode_batch([long, dense, "x" * 59])
+    assert 120 <= len(ids) < 2000
+    assert tokenizer.decode_batch([others], skip_special_tokens=False) == [dense]  # it is not too long
+    assert len(short) <= 59

@@ -92,7 +92,9 @@ class _Terminated(KeyboardInterrupt):
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the job in good order, and a second one of them at once."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What a shell has made its background jobs ignore stays ignored.
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in before:
         signal.signal(number, _interrupt)
     try:

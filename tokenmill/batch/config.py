@@ -28,7 +28,7 @@ class JobConfig:
     format: str | None = _arg(None, "format of the input (default: by its name)", FORMATS)
     split: str | None = _arg(None, "split of a saved DatasetDict")
     prompt_column: str | None = _arg(
-        None, "column of the prompt: a text, token ids or messages (default: prompt, messages, …)"
+        None, "column of the prompt: a text, token ids or messages (default: prompt, messages, ...)"
     )
     messages_column: str | None = _arg(None, "column of a conversation: a list of messages, or its JSON")
     template: str | None = _arg(None, "Jinja template of the columns that makes the prompt, or its file")

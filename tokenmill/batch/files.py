@@ -18,6 +18,7 @@ from tokenmill.sampling_params import brief, show
 
 # Outputs that are files of columns, by the end of their names; everything else is lines of JSON.
 TABLES = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+_HEAD_BYTES = 1024  # of a page, which says there who has made it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,19 @@ class JobFiles:
         paths = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: None if path is None else str(path) for name, path in paths.items()}
 
-    def open_journal(self, *, overwrite: bool) -> Journal:
-        """The journal, locked; from now on it knows the outputs.
+    def open_journal(self, *, overwrite: bool) -> tuple[Journal, list[Path]]:
+        """The journal, locked, and outputs of others, to be replaced. From now on it knows all outputs.
 
         Raises `JobStopped` if it is in use, and `InvalidArgument` for an output that is there and that it
         does not know, unless that may be replaced.
         """
         if not overwrite and not self.journal.exists():
             self._refuse(self.written)
+        if not overwrite and self.report is not None and not _is_report(self.report):
+            raise InvalidArgument(
+                f"the report {str(self.report)!r} is there already, and is none of a job; name another "
+                "file, or replace it with overwrite=True (--overwrite)"
+            )
         journal = Journal(self.journal)
         try:
             unknown = [path for path in self.written if journal.find(self._claim(path)) is None]
@@ -98,7 +104,16 @@ class JobFiles:
         except BaseException:
             journal.close()
             raise
-        return journal
+        return journal, [path for path in unknown if overwrite and _has_content(path)]
+
+    def appeared(self, before: list[Path]) -> list[Path]:
+        """The outputs that are there now, and were not among these."""
+        return [path for path in self.there if path not in before]
+
+    @property
+    def there(self) -> list[Path]:
+        """The outputs that hold something."""
+        return list(filter(_has_content, self.written))
 
     def _check_own(self, unknown: list[Path], journal: Journal) -> None:
         """Raise for outputs that the journal does not know, unless damage may have made it forget them."""
@@ -155,6 +170,11 @@ def _real(name: str, value: object) -> Path:
     """
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise WrongType(f"{name} must be the path of a file, got {show(value)}")
+    if os.fspath(value) == "-":
+        raise InvalidArgument(
+            f"{name}: '-' is no file, and a job needs one that can be read again; name it, or write ./- for "
+            "a file of that name"
+        )
     path = Path(value)
     if not path.name:
         raise InvalidArgument(f"{name} must be the path of a file, got {str(value)!r}, which names none")
@@ -187,8 +207,17 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
+def _is_report(path: Path) -> bool:
+    """Whether a page of ours is there, or nothing."""
+    if not _has_content(path):
+        return True
+    with path.open("rb") as file:
+        return b'content="tokenmill"' in file.read(_HEAD_BYTES)
+
+
 def _beside_input(source: Path) -> Path:
     """`in.jsonl` gives `in.out.jsonl`."""
+    source = source if source.name else source.resolve()  # "."
     suffix = source.suffix if source.suffix.lower() in TABLES else ".jsonl"
     name = source.stem if is_gzip(source) else source.name
     return source.with_name(f"{Path(name).stem}.out{suffix}")

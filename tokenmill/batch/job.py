@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ from tokenmill.batch.sources import open_source
 from tokenmill.batch.table_output import TableOutput
 from tokenmill.batch.work import Work
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean
+from tokenmill.errors import InvalidArgument, JobStopped, UnknownArgument, WrongType, did_you_mean
 from tokenmill.frontend.planning import Plan
 from tokenmill.sampling_params import SamplingParams, show
 
@@ -103,8 +103,11 @@ class BatchJob:
         self._config = config = JobConfig(**ours)
         self._engine = engine
         SamplingParams.from_value(config.sampling_params)
+        if config.timeout is not None and "timeout" in config.options:
+            raise InvalidArgument("timeout is given, and so is options['timeout']; give one of them")
         opened = open_source(source, format=config.format, split=config.split)
-        self._is_openai = is_batch_file(opened)
+        has_columns = any((config.prompt_column, config.messages_column, config.template))
+        self._is_openai = is_batch_file(opened, has_columns=has_columns)
         self._source = PromptRows(opened) if self._is_openai else opened
         form = RowForm(**{name: getattr(config, name) for name in _FORM_ARGUMENTS})
         self._columns = None if self._is_openai else ColumnRows(form, self._source)
@@ -119,11 +122,18 @@ class BatchJob:
         """Do the work. Raises as the function `run`."""
         with contextlib.ExitStack() as stack:
             is_first = not self.files.journal.exists()
-            journal = self.files.open_journal(overwrite=self._config.overwrite)
+            journal, foreign = self.files.open_journal(overwrite=self._config.overwrite)
             stack.callback(journal.close)
             self.resumed = not is_first
+            there = self.files.there
             try:
                 engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+                form = self._output_format(engine)
+                for path in self.files.appeared(there):
+                    raise JobStopped(
+                        f"another job has written {str(path)!r} while this one started; give each its own"
+                    )
+                outputs = self._open_outputs(stack, form, foreign)
             except BaseException:
                 if is_first:  # nothing was done, and no output is this job's
                     self.files.journal.unlink(missing_ok=True)
@@ -135,7 +145,7 @@ class BatchJob:
             look = partial(look_at_device, engine, self.figures)
             look()  # what the device did before the job does not count
             stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
-            self._answer(engine, journal)
+            self._answer(engine, journal, form, outputs)
         if self.files.report is not None:
             with _warning_of_disk(self.files.report):
                 write_report(self.summary(), self.files.report)
@@ -182,39 +192,52 @@ class BatchJob:
         """Sampling parameters that the engine is given for all rows."""
         return {} if self._is_openai else self._config.sampling_params
 
-    def _answer(self, engine: Engine, journal: Journal) -> None:
+    def _open_outputs(
+        self, stack: contextlib.ExitStack, form: OutputFormat, foreign: Sequence[Path]
+    ) -> tuple[LineFile, LineFile | None]:
+        """Where rows go, and where errors go; `stack` closes them. Files of others give way at once."""
+        if isinstance(form, TableOutput):
+            output = _opened(stack, form.lines_path)
+            # Whatever ends the job, the next run has these from the journal.
+            stack.callback(form.lines_path.unlink, missing_ok=True)
+        else:
+            for path in foreign:
+                os.truncate(path, 0)
+            output = _opened(stack, self.files.output)
+        return output, None if self.files.error_file is None else _opened(stack, self.files.error_file)
+
+    def _answer(
+        self,
+        engine: Engine,
+        journal: Journal,
+        form: OutputFormat,
+        outputs: tuple[LineFile, LineFile | None],
+    ) -> None:
         """Fill the outputs: rows as they finish, and at the end in their order."""
-        maker, form = self._row_maker(engine), self._output_format(engine)
-        with contextlib.ExitStack() as stack:
-            table = form if isinstance(form, TableOutput) else None
-            if table is not None:  # whatever ends the job, the next run has these from the journal
-                stack.callback(table.lines_path.unlink, missing_ok=True)
-            output = _opened(stack, self.files.output if table is None else table.lines_path)
-            errors = None if self.files.error_file is None else _opened(stack, self.files.error_file)
-            outputs = [output] if errors is None else [output, errors]
-            with Commits(journal, outputs) as commits:
-                work = Work(
-                    self._source,
-                    maker,
-                    form,
-                    runner=engine.open_rows(),
-                    keys=self._keys(engine),
-                    ledger=Ledger(journal),
-                    figures=self.figures,
-                    output=output,
-                    errors=errors,
-                    commits=commits,
-                    params=self._row_params,
-                    options=self._options(),
-                )
-                work.run()
-            self.figures.started(num_rows=work.num_rows)
-            if errors is not None:
-                errors.finish()
-            if table is None:
-                output.finish()
-            else:
-                table.write(output)
+        output, errors = outputs
+        with Commits(journal, [each for each in outputs if each is not None]) as commits:
+            work = Work(
+                self._source,
+                self._row_maker(engine),
+                form,
+                runner=engine.open_rows(),
+                keys=self._keys(engine),
+                ledger=Ledger(journal),
+                figures=self.figures,
+                output=output,
+                errors=errors,
+                commits=commits,
+                params=self._row_params,
+                options=self._options(),
+            )
+            work.run()
+        self.figures.started(num_rows=work.num_rows)
+        if errors is not None:
+            errors.finish()
+        if isinstance(form, TableOutput):
+            form.write(output)
+        else:
+            output.finish()
 
     def _row_maker(self, engine: Engine) -> RowMaker:
         if self._columns is not None:
@@ -333,6 +356,11 @@ def _shared_out(arguments: dict[str, Any], *, has_engine: bool) -> tuple[dict[st
             f"{name!r} is no argument of a job whose engine is given.{did_you_mean(name, _JOB_ARGUMENTS)}"
         )
     engines = {field.name for field in dataclasses.fields(EngineConfig)}
+    if rest.get("random_seed") is not None:
+        raise InvalidArgument(
+            "random_seed has no effect on the rows of a job, whose seeds come from what they are; give seed "
+            "(--seed) to have others"
+        )
     for name in rest:
         hint = did_you_mean(name, _JOB_ARGUMENTS)
         if name not in engines and hint and not did_you_mean(name, engines):

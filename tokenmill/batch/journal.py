@@ -24,6 +24,7 @@ from tokenmill.errors import InvalidArgument, JobStopped
 
 _HEADER_BYTES = 64
 _TITLE = b"tokenmill journal 1 "
+_BLOCK_BYTES = 2**20
 # Larger bodies are compressed; smaller ones are not worth the time.
 _LARGE_BYTES = 4096
 _FASTEST = 1
@@ -144,8 +145,7 @@ class Journal:
             self.damaged_bytes += found.offset - end
             self._table.add(found.key, found.offset)
             end = found.end
-        is_ours = header.startswith(_TITLE) or _TITLE.startswith(header.rstrip(b"\0")) or len(self._table)
-        if not is_ours:
+        if not (header.startswith(_TITLE) or len(self._table) or self._is_blank()):
             raise InvalidArgument(
                 f"journal: {str(self.path)!r} is a file, but no journal of this version of tokenmill; move "
                 "it away, or name another one"
@@ -154,6 +154,17 @@ class Journal:
             self.cut_bytes = size - end
             os.ftruncate(self._file.fileno(), end)
         return end
+
+    def _is_blank(self) -> bool:
+        """Whether the file begins as a title does, or has nothing but zeros: what a power loss may leave."""
+        self._file.seek(0)
+        header = self._file.read(_HEADER_BYTES).rstrip(b"\0")
+        if header:
+            return _TITLE.startswith(header)
+        while data := self._file.read(_BLOCK_BYTES):
+            if data.strip(b"\0"):
+                return False
+        return True
 
     def _write_header(self) -> None:
         """Say whose file it is, and who has it open: read by those that are refused."""

@@ -17,6 +17,8 @@ from tokenmill.batch.times import timedelta_text
 from tokenmill.sampling_params import brief
 
 _LONGEST_LINE = 200
+# Line ends for `str.splitlines`, though not for JSON, which has them in texts only.
+_LINE_ENDS = "\x85\u2028\u2029"
 
 
 def prepared(encoder: json.JSONEncoder) -> Callable[[Any], str]:
@@ -49,6 +51,10 @@ def json_bytes(value: Any) -> bytes:
         text = _encode(value)
     except ValueError:  # a float that JSON has not
         text = _encode(_finite(value))
+    if not text.isascii():
+        for mark in _LINE_ENDS:
+            if mark in text:
+                text = text.replace(mark, f"\\u{ord(mark):04x}")
     # Half a surrogate pair is written by its number, in the very form that JSON has for it.
     return text.encode(errors="backslashreplace")
 

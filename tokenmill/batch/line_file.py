@@ -7,6 +7,7 @@ line, but for the end of one of many megabytes while it is written.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tokenmill.batch.journal import append, disk_of, sync_folder
+from tokenmill.errors import JobStopped
 
 _ROWS_MORE = 1024  # for which there is room at once
 
@@ -35,9 +37,13 @@ class LineFile:
         self._working_path = path
         self._size_before = 0
         if path.exists():
+            with path.open("rb") as before:
+                _take_lock(before, path)  # the job that writes it has it until its end
             self._size_before = path.stat().st_size
             self._working_path = beside(path, "partial")
         self._file = _opened(self._working_path)
+        _take_lock(self._file, path)
+        os.ftruncate(self._file.fileno(), 0)
         self._end = 0
         self._lock = threading.Lock()
         self._waiting: list[bytes] = []
@@ -131,5 +137,19 @@ def beside(path: Path, stage: str) -> Path:
 
 def _opened(path: Path) -> BinaryIO:
     with disk_of(path):
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     return os.fdopen(number, "rb")
+
+
+def _take_lock(file: BinaryIO, path: Path) -> None:
+    """The kernel lets go of the lock with the file or the process. Where there are no locks, do without."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise JobStopped(
+            f"the output {str(path)!r} is being written by another job; wait until it ends, or give this one "
+            "its own output"
+        ) from None
+    except OSError:
+        return

@@ -36,15 +36,19 @@ _KEYS = ("custom_id", "method", "url", "body")
 _ROWS_TO_DETECT = 100
 
 
-def is_batch_file(source: Source) -> bool:
-    """Whether the first row that is either a request of OpenAI's batch API or has a prompt is the former."""
+def is_batch_file(source: Source, *, has_columns: bool = False) -> bool:
+    """Whether the first row that is either a request of OpenAI's batch API or has a prompt is the former.
+
+    Where somebody says how prompts are made (`has_columns`), requests without `custom_id` are plain rows.
+    """
     if source.format != "jsonl":
         return False
     for record in islice(source, _ROWS_TO_DETECT):
         names = (record.fields or {}).keys()
-        if {"method", "url", "body"} <= names:
+        has_prompt = has_columns or not names.isdisjoint(PROMPT_COLUMNS)
+        if {"method", "url", "body"} <= names and ("custom_id" in names or not has_prompt):
             return True
-        if not names.isdisjoint(PROMPT_COLUMNS):
+        if has_prompt:
             return False
     return False
 

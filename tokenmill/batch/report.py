@@ -55,6 +55,7 @@ def _page(summary: Mapping[str, Any]) -> Element:
     head = element(
         "head",
         element("meta", charset="utf-8"),
+        element("meta", name="generator", content="tokenmill"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),

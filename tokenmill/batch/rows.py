@@ -54,7 +54,8 @@ class ColumnRows:
 
     def __init__(self, form: RowForm, source: Source) -> None:
         """Raises `InvalidArgument` for a form that contradicts itself or names columns the source has not."""
-        given = [name for name in ("prompt_column", "messages_column", "template") if getattr(form, name)]
+        ways = ("prompt_column", "messages_column", "template")
+        given = [name for name in ways if getattr(form, name) is not None]
         if len(given) > 1:
             raise InvalidArgument(
                 f"{' and '.join(given)} are given together; a prompt comes from one of them"
@@ -91,18 +92,24 @@ class ColumnRows:
         """The column that holds the prompt, or `template`, and what it holds."""
         if self._template is not None:
             return "template", self._template.render(fields)
-        name = self._form.prompt_column or self._form.messages_column
+        name = self._named
         if name is None:
-            name = next((name for name in PROMPT_COLUMNS if fields.get(name) is not None), None)
-            if name is None:
+            there = [name for name in PROMPT_COLUMNS if fields.get(name) is not None]
+            if not there:
                 raise _no_prompt(fields)
-            is_json = name in _JSON_COLUMNS
-        else:
-            is_json = name == self._form.messages_column
-            if name not in fields:
-                raise _missing(name, fields)
+            # CSV has nothing but texts, and so no other way to leave one out.
+            name = next((name for name in there if fields[name] != ""), there[0])
+        elif name not in fields:
+            raise _missing(name, fields)
         value = fields[name]
+        is_json = name in _JSON_COLUMNS or name == self._form.messages_column
         return name, _from_json(name, value) if is_json and isinstance(value, str) else value
+
+    @property
+    def _named(self) -> str | None:
+        """The column that is said to hold the prompt."""
+        form = self._form
+        return form.messages_column if form.prompt_column is None else form.prompt_column
 
     def _ask(self, name: str, value: Any) -> dict[str, Any]:
         """The part of an item that says what is to be completed."""
@@ -142,7 +149,7 @@ class ColumnRows:
                 raise InvalidArgument(
                     f"the template uses a column that is not there: {_missing(name, columns)}"
                 )
-        elif not (form.prompt_column or form.messages_column or set(PROMPT_COLUMNS) & set(columns)):
+        elif self._named is None and not set(PROMPT_COLUMNS) & set(columns):
             raise _no_prompt(columns)
 
 

@@ -28,7 +28,6 @@ class TableOutput:
         self._format = format
         self._source_before = source.fingerprint()
         self.lines_path = beside(path, "rows")
-        self.lines_path.unlink(missing_ok=True)  # of a run that was killed; the journal has all of it
 
     def line(self, record: Record, results: Sequence[Result]) -> tuple[bytes | None, bytes | None]:
         """See `OutputFormat`; what is in the line is for `write`."""

@@ -30,6 +30,8 @@ class RowTemplate:
 
         self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         self._environment.filters["tojson"] = _to_json
+        # The same row is to have the same prompt whenever it is read.
+        del self._environment.filters["random"], self._environment.globals["lipsum"]
         self._source = _source(template)
         try:
             self._template = self._environment.from_string(self._source)
@@ -69,7 +71,7 @@ def _source(template: str) -> str:
     if "{{" in text or "{%" in text:
         return text
     try:
-        text = Path(text).read_text(encoding="utf-8")
+        text = Path(text).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InvalidArgument(
             f"template must be a Jinja template like 'Summarize: {{{{ text }}}}' or the path of one, got "

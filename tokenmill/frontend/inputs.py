@@ -386,8 +386,10 @@ class InputReader:
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
         room = most - len(row)
         if room <= 0:
+            # More were perhaps not counted, see `Tokenizer.most_tokens`.
+            count = f"at least {2 * most}" if len(row) >= 2 * most else len(row)
             raise TooLong(
-                f"{place} has {len(row)} tokens, but a sequence has at most {most}, and one must remain "
+                f"{place} has {count} tokens, but a sequence has at most {most}, and one must remain "
                 f"for the output; shorten it or raise {self._limiting_argument()}"
             )
         if asked is None:

@@ -151,11 +151,15 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _params(given: Mapping[str, Any]) -> dict[str, Any]:
     params = {name: value for name, value in given.items() if name in _SAME}
-    params |= {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
+    renamed = {theirs: (ours, given[theirs]) for theirs, ours in _RENAMED.items() if theirs in given}
     if "response_format" in given:
         schema = _schema(given["response_format"])
         if schema is not None:
-            params["json_schema"] = schema
+            renamed["response_format"] = ("json_schema", schema)
+    for theirs, (ours, value) in renamed.items():
+        if ours in params:
+            raise InvalidArgument(f"{theirs} and {ours} say the same thing; give one of them")
+        params[ours] = value
     return params
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 8
 # Tokens that end a message although the tokenizer's `eos_token` is another one (Llama 3.1).
 _END_OF_MESSAGE = ("<|eom_id|>",)
+# More than most tokens have, so that the beginning of a text that is too long shows it.
+_CHARACTERS_OF_TOKEN = 8
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -44,6 +46,9 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()  # transformers sets padding on the shared object before it encodes
         self.vocab_size = len(tokenizer)
+        # Of a sequence, once it is known. A text with twice as many is not encoded to its end, which for one
+        # of many megabytes would take minutes, and more memory than there may be.
+        self.most_tokens: int | None = None
         self.eos_token_ids = _eos_token_ids(tokenizer)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self._added = {
@@ -77,18 +82,34 @@ class Tokenizer:
         return self._tokenizer
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Ids of each text, with the special tokens that the tokenizer adds by itself, or without."""
+        """Ids of each text, with the special tokens that the tokenizer adds by itself, or without.
+
+        A text that is far too long for a sequence may be cut behind twice `most_tokens`.
+        """
         try:
-            with self._encoding:
-                ids = self._tokenizer(
-                    list(texts),
-                    add_special_tokens=add_special_tokens,
-                    return_attention_mask=False,
-                    verbose=False,
-                )["input_ids"]
+            texts = [self._beginning(text) for text in texts]
+            return self._encode(texts, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise _unencodable(texts, error) from None
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        with self._encoding:
+            ids = self._tokenizer(
+                texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+            )["input_ids"]
         return list(ids)
+
+    def _beginning(self, text: str) -> str:
+        """The text, or a part of it with far too many tokens."""
+        if self.most_tokens is None:
+            return text
+        length = _CHARACTERS_OF_TOKEN * 2 * self.most_tokens
+        while length < len(text):
+            [ids] = self._encode([text[:length]], add_special_tokens=False)
+            if len(ids) >= 2 * self.most_tokens:
+                return text[:length]
+            length *= 4
+        return text
 
     def decode_batch(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Text of each sequence as transformers decodes it."""
