@@ -35,6 +35,7 @@ class Letters:
 
     eos_token_ids = (257, 256)
     vocab_size = 260
+    most_tokens: int | None = None
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -378,6 +379,16 @@ def test_prompts_that_are_too_long(length: int) -> None:
         read(input_ids=[[1], [1] * length])
     with raises(InvalidArgument, "prompt has", f"{length} tokens", "max_total_tokens"):
         make_reader(context_length=200).read("a" * length, {"max_new_tokens": 0})
+
+
+def test_tokens_of_a_text_that_may_be_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "most_tokens", MOST)
+    with raises(InvalidArgument, "prompt has at least 200 tokens, but"):
+        read("a" * 200)
+    with raises(InvalidArgument, "prompt has 199 tokens, but"):
+        read("a" * 199)
+    with raises(InvalidArgument, "input_ids has 5000 tokens, but"):
+        read(input_ids=[1] * 5000)
 
 
 def test_min_new_tokens_is_lowered_to_what_fits() -> None:

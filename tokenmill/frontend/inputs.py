@@ -55,6 +55,8 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def most_tokens(self) -> int | None: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
@@ -386,11 +388,9 @@ class InputReader:
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
         room = most - len(row)
         if room <= 0:
-            # More were perhaps not counted, see `Tokenizer.most_tokens`.
-            count = f"at least {2 * most}" if len(row) >= 2 * most else len(row)
             raise TooLong(
-                f"{place} has {count} tokens, but a sequence has at most {most}, and one must remain "
-                f"for the output; shorten it or raise {self._limiting_argument()}"
+                f"{place} has {self._shown_count(row, place)} tokens, but a sequence has at most {most}, and "
+                f"one must remain for the output; shorten it or raise {self._limiting_argument()}"
             )
         if asked is None:
             return room
@@ -401,6 +401,13 @@ class InputReader:
                 f"{self._limiting_argument()}"
             )
         return min(asked, room)
+
+    def _shown_count(self, row: IntArray, place: str) -> str:
+        """How many tokens a prompt has; of a text that is far too long the tokenizer may count a part."""
+        counted = None if self._tokenizer is None else self._tokenizer.most_tokens
+        if counted is None or len(row) < 2 * counted or place.startswith("input_ids"):
+            return f"{len(row)}"
+        return f"at least {2 * counted}"
 
     def _limiting_argument(self) -> str:
         is_pool = self._facts.max_sequence_tokens < self._facts.context_length
