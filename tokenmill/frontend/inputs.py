@@ -51,12 +51,12 @@ _NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 class Tokenizer(Protocol):
     """What reading needs of a tokenizer."""
 
+    most_tokens: int | None
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def most_tokens(self) -> int | None: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
