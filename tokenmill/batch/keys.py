@@ -21,7 +21,7 @@ from tokenmill.batch import processor_keys
 from tokenmill.batch.key_table import KEY_BYTES
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
-from tokenmill.frontend.inputs import sample_seed
+from tokenmill.frontend.seeds import sample_seed
 from tokenmill.frozen import lightly_frozen
 from tokenmill.messages import LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show

@@ -8,8 +8,6 @@ stay with their rows, and the others are read as if the rest were sound.
 from __future__ import annotations
 
 import copy
-import random
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -31,6 +29,7 @@ from tokenmill.frontend.options import (
 )
 from tokenmill.frontend.prompts import Prompts, read_prompts, token_ids
 from tokenmill.frontend.request_ids import request_ids
+from tokenmill.frontend.seeds import Seeds
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.frozen import lightly_frozen
 from tokenmill.garbage import uncollected
@@ -42,7 +41,6 @@ from tokenmill.sampling_params import SamplingParams, show
 _STOP_SEARCH_INTERVAL = 4
 # The same where log-probabilities are to come: what came of them is made into results while more is computed.
 _LOGPROB_INTERVAL = 64
-_64_BITS = 2**64 - 1
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 _NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
@@ -112,8 +110,7 @@ class InputReader:
         self._stream_interval = stream_interval
         eos_ids = (*facts.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
         self._eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < facts.vocab_size)
-        self._random = random.Random(None if random_seed is None else random_seed & _64_BITS)
-        self._random_lock = threading.Lock()
+        self._seeds = Seeds(random_seed)
 
     @classmethod
     def of(cls, config: EngineConfig, facts: EngineFacts, tokenizer: Tokenizer | None) -> InputReader:
@@ -130,7 +127,7 @@ class InputReader:
     def apart(self) -> InputReader:
         """A reader that reads the same, and draws seeds of its own."""
         twin = copy.copy(self)
-        twin._random, twin._random_lock = random.Random(), threading.Lock()
+        twin._seeds = Seeds(None)
         return twin
 
     @uncollected()
@@ -174,7 +171,7 @@ class InputReader:
         logprobs = faults.each(
             name, rows, lambda i, row: logprob_options(asked[i], len(row), places[i]), None
         )
-        seeds = self._seeds(settings, n)
+        seeds = self._seeds.of((each.params.sampling_seed for each in settings), n)
         requests = []
         for number in range(n * len(rows)):
             index, sample = divmod(number, n)
@@ -202,7 +199,7 @@ class InputReader:
         ids = request_ids(rid, 1, single=True, n=n)
         limit = self._resolve_length(row, settings, place)
         logprobs = logprob_options(asked, len(row), place)
-        seeds = self._seeds([settings], n)
+        seeds = self._seeds.of([settings.params.sampling_seed], n)
         requests = []
         for sample in range(n):
             told = without_prompt(logprobs, len(row)) if sample else logprobs
@@ -412,32 +409,6 @@ class InputReader:
     def _limiting_argument(self) -> str:
         is_pool = self._facts.max_sequence_tokens < self._facts.context_length
         return "max_total_tokens" if is_pool else "context_length"
-
-    # ── seeds ──
-
-    def _seeds(self, settings: Sequence[Settings], n: int) -> list[int]:
-        """A seed for each request, unsigned 64 bit; those not given are drawn in input order."""
-        with self._random_lock:
-            return [
-                self._random.getrandbits(64)
-                if each.params.sampling_seed is None
-                else sample_seed(each.params.sampling_seed, sample)
-                for each in settings
-                for sample in range(n)
-            ]
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """The seed of the j-th sample: the first takes the seed as it is, the others a mix of both."""
-    return seed & _64_BITS if sample == 0 else _scramble(_scramble(seed & _64_BITS) ^ sample)
-
-
-def _scramble(number: int) -> int:
-    """A bijection of 64-bit numbers without visible pattern (the finalizer of SplitMix64)."""
-    number = (number + 0x9E3779B97F4A7C15) & _64_BITS
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _64_BITS
-    return number ^ (number >> 31)
 
 
 @lightly_frozen()
