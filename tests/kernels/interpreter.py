@@ -5,7 +5,10 @@ Loaded by path from the conftests beside the tests that need it.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ def device() -> str:
     if isinstance(triton.language.standard.cdiv, triton.runtime.JITFunction):
         pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set; set it in the environment")
     _multiply_bfloat16_by_value()
+    _run_in_half_the_time()
     return "cpu"
 
 
@@ -50,3 +54,29 @@ def _multiply_bfloat16_by_value() -> None:
 
     create_dot.widens = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
+
+
+def _run_in_half_the_time() -> None:
+    """Leave out what the interpreter does in vain, in the versions in which it does.
+
+    It looks for overflow with 64-bit twins of all sums and products, which compiled kernels do not have, and
+    through all of Triton's names at every launch.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not getattr(builder.options, "sanitize_overflow", False):
+        return
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    @cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):  # a package that two names lead to comes twice
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
