@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 def params(index: int) -> dict[str, Any]:
     """Drawn, some from the likeliest only, one with penalties."""
-    chosen: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
+    chosen: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 10, "ignore_eos": True}
     return chosen | [{}, {"top_p": 0.9}, {"top_k": 20}, {"frequency_penalty": 0.5}][index % 4]
 
 
@@ -94,7 +94,7 @@ def test_rows_have_the_same_bits_on_every_way(
 def assert_calls_are_equal(folder: Path, device: str, dtype: str, seed: int) -> None:
     """Rows with random features, under random pressure, against each of them computed alone and plainly."""
     rng = random.Random(seed)
-    calls = random_calls.draw_calls(rng, 20)
+    calls = random_calls.draw_calls(rng, 14)
     common = {"model_path": str(folder), "device": device, "dtype": dtype, "max_total_tokens": 30_000}
     common |= {"enable_deterministic_inference": True}
     with sgl.Engine(**common, **random_calls.PLAIN) as engine:
@@ -106,7 +106,7 @@ def assert_calls_are_equal(folder: Path, device: str, dtype: str, seed: int) -> 
                 assert result == wanted, call
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("family", "settings"), [("qwen3", {}), ("mistral", {"sliding_window": 24})], ids=["qwen3", "mistral"]
 )

@@ -379,7 +379,13 @@ def test_schemas_that_llguidance_would_get_wrong(schema: str, reason: str) -> No
         {"type": "number", "multipleOf": 0.05, "minimum": 0, "maximum": 2},
         {"multipleOf": 1_000_000, "enum": [5, 3_000_000]},
         {"allOf": [{"multipleOf": 0.001}, {"multipleOf": 1000}], "enum": [1, 2000]},
-        {"type": "object", "minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}},
+        {
+            "type": "object",
+            "minProperties": 2,
+            "required": ["a", "b"],
+            "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
+            "additionalProperties": False,
+        },
         {
             "type": "object",
             "properties": {"multipleOf": {"const": 9999991}},

@@ -71,7 +71,9 @@ def _run_in_half_the_time() -> None:
 
     @cache
     def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+        return [
+            name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)
+        ]
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in names(package):
