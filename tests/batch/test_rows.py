@@ -105,6 +105,11 @@ def test_a_column_is_named() -> None:
         ({"prompt": "a"}, {"params_column": "p"}, "no column 'p'"),
         ({"messages": HELLO, "tools": "{}"}, {}, "tools must be a list"),
         ({"messages": HELLO}, {"tools_column": "functions"}, "no column 'functions'"),
+        (
+            {"prompt": "a", "tools": [{"a": 1}]},
+            {"tools_column": "tools"},
+            "tools holds tools, which only a chat can use; give messages, or as_chat",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_asked_says_why(fields: dict[str, Any], form: dict[str, Any], told: str) -> None:

@@ -78,15 +78,24 @@ class ColumnRows:
 
     def _item(self, fields: dict[str, Any]) -> dict[str, Any]:
         item = self._ask(*self._prompt(fields))
-        if "messages" in item:
+        is_chat = "messages" in item
+        tools = self._tools(fields) if is_chat or self._form.tools_column is not None else None
+        if tools and not is_chat:
+            raise InvalidArgument(
+                f"{self._form.tools_column} holds tools, which only a chat can use; give messages, or "
+                "as_chat for texts of a user"
+            )
+        if tools:
+            item["tools"] = tools
+        if is_chat:
             item |= self._form.chat_options
-            tools = _optional(fields, self._form.tools_column, "tools", list)
-            if tools:
-                item["tools"] = self._given(tools)
         params = _optional(fields, self._form.params_column, "sampling_params", dict) or {}
         params = {**self._form.sampling_params, **self._given(params)}
         # Without parameters of its own, a row shares those of all, which are read once.
         return {**item, "sampling_params": params} if params else item
+
+    def _tools(self, fields: dict[str, Any]) -> Any:
+        return self._given(_optional(fields, self._form.tools_column, "tools", list))
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[str, Any]:
         """The column that holds the prompt, or `template`, and what it holds."""
