@@ -85,10 +85,10 @@ class ColumnRows:
                 f"{self._form.tools_column} holds tools, which only a chat can use; give messages, or "
                 "as_chat for texts of a user"
             )
-        if tools:
-            item["tools"] = tools
         if is_chat:
             item |= self._form.chat_options
+        if tools:
+            item["tools"] = tools
         params = _optional(fields, self._form.params_column, "sampling_params", dict) or {}
         params = {**self._form.sampling_params, **self._given(params)}
         # Without parameters of its own, a row shares those of all, which are read once.
