@@ -18,6 +18,11 @@ pytestmark = pytest.mark.unit
 Make = Callable[..., dict[str, Any]]
 
 
+def fail(figures: Figures, row: dict[str, Any]) -> None:
+    figures.finished([row])
+    figures.failed([row["error"]])
+
+
 def test_a_summary_adds_up_and_is_json(clock: Any, result: Make, failure: Make) -> None:
     figures = Figures(clock=clock)
     figures.started(num_rows=8)
@@ -25,7 +30,7 @@ def test_a_summary_adds_up_and_is_json(clock: Any, result: Make, failure: Make) 
     figures.duplicate(1)
     clock.now += 1
     figures.finished([result(10, 4, cached=8), result(10, 6, cached=8)])
-    figures.finished([failure("too_long", "row 3 is too long")])
+    fail(figures, failure("too_long", "row 3 is too long"))
     clock.now += 1
     figures.finished([result(30, 5)])
     summary = json.loads(json.dumps(figures.summary()))
@@ -112,7 +117,7 @@ def test_memory_does_not_grow_with_rows_or_errors(clock: Any, result: Make, fail
     for number in range(10_000):
         clock.now += 0.7
         figures.finished([result(number % 900, number % 333, latency=number / 100)])
-        figures.finished([failure("internal", f"message {number} " + "x" * 100_000)])
+        fail(figures, failure("internal", f"message {number} " + "x" * 100_000))
         if number % 5000 == 4999:
             sizes.append(len(json.dumps(figures.summary())))
     assert sizes[1] < 40_000

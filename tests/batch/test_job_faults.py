@@ -66,6 +66,43 @@ def test_other_paths_are_looked_at_as_well(do: Callable[..., Any], name: str) ->
         do(capitals(1), **{name: "x" * 300})
 
 
+def test_an_output_that_is_the_input_by_another_name(do: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", capitals(2))
+    os.link(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    with pytest.raises(InvalidArgument, match=r"out\.jsonl' is the input, too"):
+        do(overwrite=True)
+    assert read(tmp_path / "in.jsonl") == capitals(2)
+
+
+def test_other_links_to_an_output_that_is_replaced_keep_it(do: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("of somebody else\n")
+    os.link(tmp_path / "out.jsonl", tmp_path / "kept.jsonl")
+    do(capitals(2), overwrite=True)
+    assert len(read(tmp_path / "out.jsonl")) == 2
+    assert (tmp_path / "kept.jsonl").read_text() == "of somebody else\n"
+
+
+@pytest.mark.parametrize("stage", ["ordered", "partial", "rows"])
+def test_an_input_with_the_name_of_a_working_file_is_kept(
+    tiny_engine: Engine, tmp_path: Path, stage: str
+) -> None:
+    source = write(tmp_path / f"out.jsonl.tokenmill-{stage}", capitals(2))
+    with pytest.raises(InvalidArgument, match="the name of a file that the job makes and removes"):
+        batch.run(source, tmp_path / "out.jsonl", engine=tiny_engine, format="jsonl")
+    assert read(source) == capitals(2)
+
+
+@pytest.mark.parametrize("name", ["file:1.parquet", os.fsdecode(b"\xfe.parquet")])
+def test_parquet_files_may_have_any_name(
+    do: Callable[..., Any], tmp_path: Path, tiny_engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    do(capitals(2), Path(name))
+    summary = batch.run(name, "again.jsonl", engine=tiny_engine, sampling_params=GREEDY, prompt_column="text")
+    assert summary["rows"]["total"] == 2
+
+
 @pytest.mark.skipif(os.name == "nt", reason="files have no such permissions there")
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
 def test_an_output_that_is_replaced_keeps_its_permissions(
@@ -436,3 +473,18 @@ def test_a_row_of_many_megabytes_is_told_to_be_too_long(do: Callable[..., Any], 
     for row in read(tmp_path / "out.jsonl")[1:]:
         assert row["error"]["type"] == "too_long"
         assert "at least 4096 tokens, but a sequence has at most 2048" in row["error"]["message"]
+
+
+def test_a_row_that_fails_is_counted_once_and_each_that_is_like_it_as_well(do: Callable[..., Any]) -> None:
+    endless = {"ebnf": "root ::= root"}
+    alike = [{"prompt": "a", "sampling_params": endless}] * 3 + [{"prompt": "b"}]
+    summary = do(alike)
+    assert summary["rows"]["failed"] == 3
+    assert summary["errors"][0]["count"] == 3
+
+
+def test_a_row_that_runs_in_two_parts_fails_once(do: Callable[..., Any]) -> None:
+    long = {"prompt": "a", "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    rows = [long, {**long, "sampling_params": {**long["sampling_params"], "n": 3}}]
+    summary = do(rows, timeout=0.2)
+    assert summary["rows"]["total"] == summary["rows"]["failed"] == 2

@@ -248,10 +248,12 @@ def test_a_bad_csv_row_is_a_row_with_an_error(tmp_path: Path, row: bytes, told: 
     assert told in message_of(bad)
 
 
-def test_a_quote_that_nothing_closes(tmp_path: Path) -> None:
-    first, bad = open_source(written(tmp_path, "in.csv", 'a\n1\n"2\n3\n'))
-    assert first.fields == {"a": "1"}
+def test_a_quote_that_nothing_closes_costs_its_row_only(tmp_path: Path) -> None:
+    first, bad, second, third = open_source(written(tmp_path, "in.csv", 'a,b\n1,"x"\n2,"\n3,y\n4,z\n'))
+    assert first.fields == {"a": "1", "b": "x"}
     assert message_of(bad).startswith("line 3: a quote is opened that nothing closes")
+    assert (second.fields, second.line) == ({"a": "3", "b": "y"}, 4)
+    assert (third.fields, third.index) == ({"a": "4", "b": "z"}, 3)
 
 
 def test_quotes_inside_of_a_plain_field_are_text(tmp_path: Path) -> None:

@@ -161,3 +161,18 @@ def test_deaths_of_an_engine_that_stands_still_are_nobodys_fault() -> None:
     for _ in range(10):
         assert [row.id for row in books.next()] == ["a"]
         assert books.died(blames=False) == []
+
+
+def test_kills_count_less_than_what_a_core_does_by_itself() -> None:
+    books = Replay()
+    books.add([request("a")])
+    for _ in range(19):
+        books.next()
+        assert books.died(blames=True, was_killed=True) == []
+    for _ in range(2):
+        books.next()
+        assert books.died(blames=True) == []
+    books.next()
+    [end] = books.died(blames=True, was_killed=True)  # the twentieth: perhaps it takes too much memory
+    assert end.finish is not None
+    assert end.finish.error_type == "internal"

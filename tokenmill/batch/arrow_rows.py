@@ -33,7 +33,11 @@ class ParquetRows:
         """Raises `InvalidArgument` for a file that is no Parquet, and where pyarrow is not installed."""
         self._path = path
         pyarrow = _pyarrow(path)
-        with _telling_damage(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        with (
+            _telling_damage(path, "Parquet"),
+            path.open("rb") as opened,
+            pyarrow.parquet.ParquetFile(opened) as file,
+        ):
             names = file.schema_arrow.names
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
             # Rows of each group, and how many of them are read at once.
@@ -45,7 +49,10 @@ class ParquetRows:
 
     def __iter__(self) -> Iterator[Record]:
         pyarrow = _pyarrow(self._path)
-        with pyarrow.parquet.ParquetFile(self._path, pre_buffer=False, buffer_size=2**20) as file:
+        with (
+            self._path.open("rb") as opened,
+            pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20) as file,
+        ):
             index = 0
             for group, (count, at_once) in enumerate(self._groups):
                 yield from _records(_group_rows(file, group, at_once), index, count)

@@ -7,13 +7,17 @@ in it on text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import islice
 from pathlib import Path
 
 from tokenmill.batch.input_record import MAX_ROW_BYTES, Record, decoded, faulty, fingerprint_of
 from tokenmill.batch.text_lines import DamagedFile, check_encoding, read_lines, too_long
 from tokenmill.errors import InvalidArgument
 from tokenmill.sampling_params import brief
+
+# For each row whose quote nothing closes the rest of the file is read once more.
+_MOST_UNCLOSED = 10
 
 
 class CsvRows:
@@ -126,10 +130,27 @@ def _closing_quote(text: str, start: int) -> int:
 
 
 def _logical_rows(path: Path, delimiter: bytes) -> Iterator[tuple[int, bytes | None]]:
-    """First line's number and bytes of each row that is not blank; None for a row beyond the limit."""
+    """First line's number and bytes of each row that is not blank; None for a row beyond the limit.
+
+    A quote that nothing closes would take all lines behind it into its row: that row is its first line, and
+    what follows is read as if it were closed there.
+    """
+    start = 1
+    for _ in range(_MOST_UNCLOSED):
+        unclosed = yield from _rows_from(start, path, delimiter)
+        if unclosed is None:
+            return
+        yield unclosed
+        start = unclosed[0] + 1
+
+
+def _rows_from(
+    start: int, path: Path, delimiter: bytes
+) -> Generator[tuple[int, bytes | None], None, tuple[int, bytes] | None]:
+    """The rows from a line on; returns the first line of one whose quote nothing closes."""
     parts: list[bytes] = []
     first, size, is_quoted = 0, 0, False
-    for number, line in read_lines(path):
+    for number, line in islice(read_lines(path), start - 1, None):
         if not is_quoted:
             if line is not None and not line.strip(b"\r\n"):
                 continue
@@ -144,8 +165,7 @@ def _logical_rows(path: Path, delimiter: bytes) -> Iterator[tuple[int, bytes | N
             parts.append(line)
         if not is_quoted:
             yield first, b"".join(parts) if size <= MAX_ROW_BYTES else None
-    if is_quoted:
-        yield first, b"".join(parts) if size <= MAX_ROW_BYTES else None
+    return (first, parts[0]) if is_quoted else None
 
 
 def _ends_quoted(line: bytes, delimiter: bytes, is_quoted: bool) -> bool:

@@ -206,20 +206,22 @@ class Figures:
             if seconds > self._noted_seconds + _COUNT_SECONDS:
                 self._count()
                 self._noted_seconds = seconds
-            failed = False
             for result in results:
-                facts, error, reason = result["meta_info"], result.get("error"), None
-                if error is None:
+                facts, reason = result["meta_info"], None
+                if result.get("error") is None:
                     reason = (facts.get("finish_reason") or {}).get("type", "unknown")
-                else:
-                    self._take_error(error)
-                    failed = True
                 prompt, cached = facts.get("prompt_tokens") or 0, facts.get("cached_tokens") or 0
                 output = facts.get("completion_tokens") or 0
                 self._noted.append((prompt, cached, output, reason, facts.get("e2e_latency")))
             self._noted_rows += is_row
             self._rows["computed"] += is_row
-            self._rows["failed"] += failed
+
+    def failed(self, errors: Sequence[Mapping[str, Any]]) -> None:
+        """A row is complete, and has these errors, one for each sample that has one."""
+        with self._lock:
+            self._rows["failed"] += 1
+            for error in errors:
+                self._take_error(error)
 
     def _count(self) -> None:
         """Count the samples that were noted; before anything of them is looked at, with the lock held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -141,19 +142,30 @@ class JobFiles:
         place = os.path.relpath(path.resolve(), self.journal.resolve().parent)
         return hashlib.blake2b(b"output " + os.fsencode(place), digest_size=KEY_BYTES).digest()
 
+    @property
+    def _working(self) -> list[Path]:
+        """What is there only while the job runs."""
+        return [beside(path, stage) for path in self.written for stage in ("ordered", "partial", "rows")]
+
     def _check(self) -> None:
         """Raise `InvalidArgument` for a path that cannot be written, or that is that of two files."""
-        taken = {self.input.resolve(): "input"}
+        taken: dict[Hashable, str] = {_identity(self.input): "input"}
         for each in fields(self)[1:]:
             path: Path | None = getattr(self, each.name)
             if path is None:
                 continue
-            if path.resolve() in taken:
+            if _identity(path) in taken:
                 raise InvalidArgument(
-                    f"{each.name}: {str(path)!r} is the {taken[path.resolve()]}, too; name another file"
+                    f"{each.name}: {str(path)!r} is the {taken[_identity(path)]}, too; name another file"
                 )
-            taken[path.resolve()] = each.name
+            taken[_identity(path)] = each.name
             _check_writable(each.name, path)
+        for path in self._working:
+            if _identity(path) in taken:
+                raise InvalidArgument(
+                    f"the {taken[_identity(path)]} {str(path)!r} has the name of a file that the job makes "
+                    "and removes; name another output"
+                )
         # Files beside them have longer names.
         for name, path in (
             ("output", beside(self.output, "ordered")),
@@ -193,6 +205,15 @@ def _look_at(name: str, path: Path) -> None:
         raise InvalidArgument(
             f"{name}: {brief(str(path))} cannot be used: {fault}; name another file"
         ) from None
+
+
+def _identity(path: Path) -> Hashable:
+    """Equal for paths of one file, whatever names lead to it."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return path.resolve()
+    return facts.st_dev, facts.st_ino
 
 
 def _journal_of(output: Path) -> Path:

@@ -201,10 +201,9 @@ class BatchJob:
             # Whatever ends the job, the next run has these from the journal.
             stack.callback(form.lines_path.unlink, missing_ok=True)
         else:
-            for path in foreign:
-                os.truncate(path, 0)
-            output = _opened(stack, self.files.output)
-        return output, None if self.files.error_file is None else _opened(stack, self.files.error_file)
+            output = _opened(stack, self.files.output, foreign)
+        errors = self.files.error_file
+        return output, None if errors is None else _opened(stack, errors, foreign)
 
     def _answer(
         self,
@@ -317,8 +316,8 @@ def _warning_of_disk(path: Path) -> Iterator[None]:
         )
 
 
-def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
-    file = LineFile(path)
+def _opened(stack: contextlib.ExitStack, path: Path, foreign: Sequence[Path] = ()) -> LineFile:
+    file = LineFile(path, is_foreign=path in foreign)
     stack.callback(file.close)
     return file
 

@@ -98,7 +98,8 @@ def _write_typed(path: Path, rows: Rows, types: _Types) -> None:
     pyarrow = _pyarrow()
     kinds = [pyarrow.string() if type is None else type for type in types.values()]
     schema = pyarrow.schema([*zip(_column_names(types), kinds, strict=True)])
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+    # Of a path pyarrow would take `a:b` for a URI, and refuse what is not UTF-8.
+    with path.open("wb") as file, pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for chunk in _chunks(rows(), _ROWS_IN_GROUP):
             columns = []
             for name, type in types.items():

@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -93,6 +94,11 @@ class CoreProcess:
         self._calls: dict[int, tuple[Future[Any], AnswerSink | None]] = {}
         self._num_calls = 0
         self._reader: threading.Thread | None = None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it has ended by SIGKILL, whoever sent it."""
+        return self._process.returncode == -signal.SIGKILL
 
     @property
     def has_ended(self) -> bool:

@@ -15,9 +15,12 @@ from tokenmill.core.deadlines import timed_out
 from tokenmill.core.scheduler import CANCELLED
 from tokenmill.messages import Finish, Output, Request
 
-# Deaths without a new token after which a request is a suspect, and deaths alone after which it fails.
+# Deaths without a new token after which a request is a suspect, and deaths alone after which it fails. Kills
+# mostly come from outside, and may come faster than a long prompt gets its first token; but the system also
+# kills what takes too much memory.
 _DEATHS_OF_SUSPECTS = 2
 _MOST_DEATHS_ALONE = 3
+_MOST_KILLS_ALONE = 20
 # Suspects are tried in so many parts: those in a part that gets on are cleared without another death.
 _NUM_PARTS = 4
 # A request that saw a death reports at least so often, so that the next death costs it few tokens; a suspect
@@ -40,7 +43,14 @@ class _Flight:
     was_delayed: bool = False  # it had to wait for a new core
     got_on: bool = False  # since a core has it
     num_deaths: int = 0  # in a row that found it without a new token
-    num_deaths_alone: int = 0  # those of them that no other request can have caused
+    num_deaths_alone: int = 0  # those of them that no other request can have caused,
+    num_kills_alone: int = 0  # and of these, those by a kill
+
+    @property
+    def is_deadly(self) -> bool:
+        """Whether it fails instead of being computed again."""
+        num_faults = self.num_deaths_alone - self.num_kills_alone
+        return num_faults >= _MOST_DEATHS_ALONE or self.num_kills_alone >= _MOST_KILLS_ALONE
 
 
 class Replay:
@@ -108,7 +118,7 @@ class Replay:
             del self._sent[output.request_id]
         if output.token_ids or output.finish is not None:
             flight.got_on = True
-            flight.num_deaths = flight.num_deaths_alone = 0
+            flight.num_deaths = flight.num_deaths_alone = flight.num_kills_alone = 0
             self._unproven.discard(output.request_id)
         flight.output_ids += output.token_ids
         if flight.cached_tokens is None:
@@ -126,15 +136,17 @@ class Replay:
                 flight.is_cancelled = True
         return ended
 
-    def died(self, *, blames: bool) -> list[Output]:
+    def died(self, *, blames: bool, was_killed: bool = False) -> list[Output]:
         """The core died: whom it had waits again. Gives the ends of those that are not computed again.
 
-        With `blames` it may have died of one of its requests.
+        With `blames` it may have died of one of its requests; less likely so if it was killed.
         """
         stuck = [flight for flight in self._sent.values() if not flight.got_on]
         for flight in stuck if blames else ():
             flight.num_deaths += 1
-            flight.num_deaths_alone = flight.num_deaths_alone + 1 if len(stuck) == 1 else 0
+            is_alone = len(stuck) == 1
+            flight.num_deaths_alone = flight.num_deaths_alone + 1 if is_alone else 0
+            flight.num_kills_alone = flight.num_kills_alone + was_killed if is_alone else 0
         ended = []
         lost = list(self._sent.values())
         self._sent.clear()
@@ -146,7 +158,7 @@ class Replay:
             flight.num_retractions_before = flight.num_retractions
             if flight.is_cancelled:
                 ended.append(_end(flight, _CANCELLED))
-            elif flight.num_deaths_alone >= _MOST_DEATHS_ALONE:
+            elif flight.is_deadly:
                 ended.append(_end(flight, _deadly(flight.num_deaths)))
             else:
                 again[flight.request.id] = flight

@@ -217,7 +217,8 @@ class LastingCore:
             stood_still = self._standing.is_paused or bool(self._standing.released)
             if stood_still or not self._replay.num_sent:
                 self._note_fruitless()
-            ended = self._replay.died(blames=not stood_still)
+            was_killed = isinstance(error, CoreLost) and process.was_killed
+            ended = self._replay.died(blames=not stood_still, was_killed=was_killed)
             self._restarter = threading.current_thread()
             self._state.notify_all()
         _log.log(
