@@ -31,6 +31,7 @@ class FakeProcess:
         self.cancelled: list[str] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.has_ended = False
+        self.was_killed = False  # by a signal that no process catches
         self.killed = threading.Event()
         self.closed = False
         self.hanging: list[Future[Any]] = []
