@@ -16,9 +16,6 @@ from tokenmill.batch.text_lines import DamagedFile, check_encoding, read_lines, 
 from tokenmill.errors import InvalidArgument
 from tokenmill.sampling_params import brief
 
-# For each row whose quote nothing closes the rest of the file is read once more.
-_MOST_UNCLOSED = 10
-
 
 class CsvRows:
     """The rows of a CSV or TSV file below its header; every value is a text."""
@@ -135,13 +132,10 @@ def _logical_rows(path: Path, delimiter: bytes) -> Iterator[tuple[int, bytes | N
     A quote that nothing closes would take all lines behind it into its row: that row is its first line, and
     what follows is read as if it were closed there.
     """
-    start = 1
-    for _ in range(_MOST_UNCLOSED):
-        unclosed = yield from _rows_from(start, path, delimiter)
-        if unclosed is None:
-            return
+    unclosed = yield from _rows_from(1, path, delimiter)
+    while unclosed is not None:
         yield unclosed
-        start = unclosed[0] + 1
+        unclosed = yield from _rows_from(unclosed[0] + 1, path, delimiter)
 
 
 def _rows_from(
