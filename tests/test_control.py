@@ -45,8 +45,9 @@ def names_in(trace: Path) -> set[str]:
 
 
 def shows_steps(trace: Path) -> bool:
-    """Whether products with weights are in a trace: packed ones, or plain where weights are not packed."""
-    return not names_in(trace).isdisjoint({"mkldnn::_linear_pointwise", "aten::linear"})
+    """Whether products with weights are in a trace, by whichever kernel this machine has for them."""
+    kernels = {"mkldnn::_linear_pointwise", "aten::linear", "tokenmill::product_of_floats"}
+    return not names_in(trace).isdisjoint(kernels)
 
 
 @pytest.mark.parametrize("core_process", [False, True])

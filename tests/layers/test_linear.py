@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tokenmill.kernels import narrow
 from tokenmill.layers.linear import (
     Linear,
     PackedLinear,
@@ -82,6 +83,28 @@ def test_unpacking_gives_every_number_back(inputs: int, outputs: int, dtype: tor
     assert model["plain"].bias is bias
     assert [name for name, _, _ in model["plain"].slots()] == ["a", "b", "a", "b"]
     assert model["tied"].weight is table
+
+
+@pytest.mark.skipif(not narrow.has_kernel(torch.float32), reason="this machine has no kernel for it")
+def test_numbers_of_bfloat16_take_half_of_the_bytes() -> None:
+    plain = make(48, 33, bias=True, dtype=torch.float32)
+    plain.weight.copy_(plain.weight.bfloat16())
+    weight, x = plain.weight.clone(), torch.randn(5, 48)
+    expected = plain(x)
+    model = nn.ModuleDict({"plain": plain, "tied": TiedLinear(nn.Parameter(weight, requires_grad=False))})
+    pack_linears(model)
+    parameter = model["plain"].weight
+    assert (parameter.numel(), parameter.nbytes) == (weight.numel(), weight.nbytes // 2)
+    torch.testing.assert_close(model["plain"](x), expected)
+    torch.testing.assert_close(model["tied"](x), x @ weight.T)
+    assert unpack_children(model)
+    assert torch.equal(model["plain"].weight, weight)
+    model["plain"].weight[2, 3] = 1 / 3  # no bfloat16: from here on all bits are kept
+    changed = model["plain"].weight.clone()
+    pack_linears(model)
+    assert model["plain"].weight.nbytes == weight.nbytes
+    assert unpack_children(model)
+    assert torch.equal(model["plain"].weight, changed)
 
 
 def test_only_what_gains_is_packed() -> None:

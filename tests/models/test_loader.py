@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenmill.errors import InvalidArgument, ModelNotFound
+from tokenmill.kernels import narrow
 from tokenmill.models import load_model, read_spec
+from tokenmill.models.checkpoint import Checkpoint
 
 Save = Callable[..., tuple[Path, Any]]
 Open = Callable[..., Any]
@@ -156,6 +158,30 @@ def test_weights_are_cast(save_checkpoint: Save) -> None:
     ours = load(folder, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     assert torch.equal(ours.embed_tokens.weight, model.model.embed_tokens.weight.to(torch.bfloat16))
+
+
+@pytest.mark.skipif(not narrow.has_kernel(torch.float32), reason="weights of bfloat16 are not kept here")
+def test_weights_that_stay_bfloat16_are_never_all_in_float32(
+    save_checkpoint: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = save_checkpoint("llama", hidden_size=768, intermediate_size=3072, num_hidden_layers=6)
+    taken = []
+
+    def read(self: Checkpoint, name: str) -> torch.Tensor:
+        taken.append(private_bytes())
+        return plain(self, name).bfloat16().float()
+
+    plain = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", read)
+    model = load(folder)
+    num_numbers = sum(weight.numel() for weight in model.parameters())
+    assert max(taken) - taken[0] < 3 * num_numbers
+
+
+def private_bytes() -> int:
+    """Memory of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def test_dummy_weights_are_the_same_every_time(save_checkpoint: Save) -> None:

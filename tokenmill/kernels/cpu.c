@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 #ifdef __AMX_BF16__
@@ -138,10 +138,18 @@ void look_up(const struct lookup *a) {
     }
 }
 
-/* ── product of one row ────────────────────────────────────────────────────────────────────── */
+/* ── products ──────────────────────────────────────────────────────────────────────────────── */
 
-#if BFLOAT16
-/* oneDNN keeps a weight [O, I] in columns of `width` outputs: [O / width][I / 2][width][2], O and I padded. */
+/* Weights are bfloat16, in columns of `width` outputs: [O / width][I / 2][width][2], O and I padded. So oneDNN
+   keeps them for products in bfloat16. */
+struct product {
+    const void *x; /* elements, or, for `product_of_floats`, floats */
+    const uint16_t *weight;
+    const element *bias; /* NULL for none */
+    element *out;
+    long num_rows, num_inputs, num_outputs, padded_inputs, width;
+};
+
 #ifdef __AVX512F__
 enum { LANES = 16 };
 #else
@@ -151,19 +159,32 @@ enum { AHEAD = 1024 }; /* 4 KB ahead, what memory needs to keep up with two core
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
-struct product {
-    const element *x, *weight, *bias; /* bias: NULL for none */
-    element *out;
-    long num_rows, num_inputs, num_outputs, padded_inputs, width; /* whole tiles of inputs */
-};
+static inline long smaller(long a, long b) { return a < b ? a : b; }
 
 /* Sums of a row for up to `count` outputs from `begin` on. */
 static inline void write_outputs(const struct product *a, const float *sums, long row, long begin, long count) {
-    const long end = begin + count < a->num_outputs ? begin + count : a->num_outputs;
+    const long end = smaller(begin + count, a->num_outputs);
     element *out = a->out + row * a->num_outputs;
     for (long o = begin; o < end; o++) out[o] = narrow(sums[o - begin] + (a->bias ? widen(a->bias[o]) : 0.0f));
 }
 
+struct widening {
+    const element *x;
+    float *out;
+    long num_rows, size;
+};
+
+static void widen_row(const void *arguments, long row) {
+    const struct widening *a = arguments;
+    for (long i = row * a->size; i < (row + 1) * a->size; i++) a->out[i] = widen(a->x[i]);
+}
+
+/* Rows for `product_of_floats`. */
+void widen_rows(const struct widening *a) { share(widen_row, a, a->num_rows, grain_of(a->size)); }
+
+/* ── product of one row ────────────────────────────────────────────────────────────────────── */
+
+#if BFLOAT16
 /* sum + the products with two inputs */
 static inline floats multiplied(floats sum, const uint32_t *weights, const element *x) {
     words w;
@@ -179,6 +200,7 @@ static inline floats multiplied(floats sum, const uint32_t *weights, const eleme
 
 static inline __attribute__((always_inline)) void multiply(const struct product *a, long column, const long width) {
     const uint32_t *weights = (const uint32_t *)(a->weight + column * width * a->padded_inputs);
+    const element *x = a->x;
     floats sums[width / LANES];
     float outputs[width];
     memset(sums, 0, sizeof sums);
@@ -186,7 +208,7 @@ static inline __attribute__((always_inline)) void multiply(const struct product 
 #pragma GCC unroll 8
         for (long lane = 0; lane < width / LANES; lane++) {
             __builtin_prefetch(weights + lane * LANES + AHEAD);
-            sums[lane] = multiplied(sums[lane], weights + lane * LANES, a->x + i);
+            sums[lane] = multiplied(sums[lane], weights + lane * LANES, x + i);
         }
     }
     memcpy(outputs, sums, sizeof outputs);
@@ -201,7 +223,7 @@ static void multiply_column(const void *arguments, long column) {
     else multiply(a, column, 64);
 }
 
-/* x W^T + b of one row. */
+/* x W^T + b of one row; whole tiles of inputs. */
 void product_of_row(const struct product *a) {
     share(multiply_column, a, (a->num_outputs + a->width - 1) / a->width, 1);
 }
@@ -238,6 +260,7 @@ static inline void write_tile(const struct product *a, const float *sums, long f
 static inline __attribute__((always_inline)) void multiply_tiles(const struct product *a, long begin, const int wide,
                                                                   const int tall) {
     const element *weights = a->weight + begin / a->width * a->width * a->padded_inputs + begin % a->width * 2;
+    const element *x = a->x;
     const long x_stride = a->num_inputs * sizeof(element), weight_stride = a->width * 4;
     float sums[4][16 * 16];
     _tile_zero(0);
@@ -249,7 +272,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(const struct pr
             __builtin_prefetch((const char *)weights + line * weight_stride + 4 * AHEAD);
             if (wide) __builtin_prefetch((const char *)weights + line * weight_stride + 64 + 4 * AHEAD);
         }
-        _tile_loadd(4, a->x + i, x_stride);
+        _tile_loadd(4, x + i, x_stride);
         _tile_loadd(6, weights, weight_stride);
         _tile_dpbf16ps(0, 4, 6);
         if (wide) {
@@ -257,7 +280,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(const struct pr
             _tile_dpbf16ps(1, 4, 7);
         }
         if (tall) {
-            _tile_loadd(5, a->x + TILE_ROWS * a->num_inputs + i, x_stride);
+            _tile_loadd(5, x + TILE_ROWS * a->num_inputs + i, x_stride);
             _tile_dpbf16ps(2, 5, 6);
             if (wide) _tile_dpbf16ps(3, 5, 7);
         }
@@ -314,6 +337,163 @@ void product_in_tiles(const struct product *a) {
     (void)a;
 #endif
 }
+#endif
+
+/* ── product in float32 ────────────────────────────────────────────────────────────────────── */
+
+#if defined(__AVX2__) && defined(__FMA__)
+#ifdef __AVX512F__
+enum { BLOCK_ROWS = 12 }; /* their sums, and what is multiplied, fill the registers */
+#else
+enum { BLOCK_ROWS = 6 };
+#endif
+enum { WIDTH = 2 * LANES };
+/* The rows of a group stay in the second cache while it meets some columns, and a chunk of a column in the first. */
+enum { GROUP_BLOCKS = 6, GROUP_COLUMNS = 4, CHUNK_INPUTS = 512 };
+typedef floats unaligned_floats __attribute__((aligned(4), may_alias));
+typedef words unaligned_words __attribute__((aligned(4), may_alias));
+
+/* sum + weights * x, where sum stays in its register: compilers move it to others, and run out of them. */
+static inline floats plus_product(floats sum, floats weights, floats x) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+    return sum;
+}
+
+/* The first number of each pair. */
+static inline floats lower(words pairs) { return (floats)(pairs << 16); }
+
+/* The second one, by shifts: a mask would take a register. */
+static inline floats upper(words pairs) {
+    __asm__("vpsrld $16, %1, %0" : "=v"(pairs) : "v"(pairs));
+    return (floats)(pairs << 16);
+}
+
+static inline floats everywhere(float x) {
+#ifdef __AVX512F__
+    return (floats)_mm512_set1_ps(x);
+#else
+    return (floats)_mm256_set1_ps(x);
+#endif
+}
+
+/* Sums of rows for one column. */
+struct block {
+    floats left[BLOCK_ROWS], right[BLOCK_ROWS];
+};
+
+/* Add one input of each row, `stride` apart, times its weights. */
+static inline __attribute__((always_inline)) void add_input(struct block *sums, const float *x, long stride,
+                                                            floats left, floats right, const int count) {
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++) {
+        const floats input = everywhere(x[row * stride]);
+        sums->left[row] = plus_product(sums->left[row], left, input);
+        sums->right[row] = plus_product(sums->right[row], right, input);
+    }
+}
+
+/* sums += x W^T of `count` rows and one column, over some inputs. */
+static inline __attribute__((always_inline)) void add_products(const struct product *a, const float *x,
+                                                               const uint16_t *column, long num_inputs, float *sums,
+                                                               long stride, const int count) {
+    const uint32_t *weights = (const uint32_t *)column;
+    const long x_stride = a->num_inputs;
+    struct block block;
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++) {
+        block.left[row] = *(const unaligned_floats *)(sums + row * stride);
+        block.right[row] = *(const unaligned_floats *)(sums + row * stride + LANES);
+    }
+    long i = 0;
+    for (; i + 1 < num_inputs; i += 2, weights += WIDTH) {
+        const unaligned_words *left = (const unaligned_words *)weights, *right = left + 1;
+        __builtin_prefetch(weights + AHEAD);
+        add_input(&block, x + i, x_stride, lower(*left), lower(*right), count);
+        __asm__ volatile("" : : : "memory"); /* read the weights again: registers for both halves are not left */
+        add_input(&block, x + i + 1, x_stride, upper(*left), upper(*right), count);
+    }
+    if (i < num_inputs) {
+        const unaligned_words *left = (const unaligned_words *)weights, *right = left + 1;
+        add_input(&block, x + i, x_stride, lower(*left), lower(*right), count);
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++) {
+        *(unaligned_floats *)(sums + row * stride) = block.left[row];
+        *(unaligned_floats *)(sums + row * stride + LANES) = block.right[row];
+    }
+}
+
+/* The same with a kernel for each number of rows. */
+static void add_block(const struct product *a, const float *x, const uint16_t *column, long num_inputs, float *sums,
+                      long stride, long count) {
+    switch (count) {
+#define ROWS(n) \
+    case n: add_products(a, x, column, num_inputs, sums, stride, n); break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#ifdef __AVX512F__
+        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#endif
+#undef ROWS
+    }
+}
+
+static long num_blocks(const struct product *a) { return (a->num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+
+/* Rows are shared out evenly. */
+static long start_of_block(const struct product *a, long block) { return a->num_rows * block / num_blocks(a); }
+
+static long num_columns(const struct product *a) { return (a->num_outputs + WIDTH - 1) / WIDTH; }
+
+/* Some blocks of rows times some columns. */
+static void multiply_group(const struct product *a, long block, long end_block, long column, long end_column) {
+    float sums[GROUP_BLOCKS * BLOCK_ROWS * GROUP_COLUMNS * WIDTH];
+    const long first = start_of_block(a, block), end = start_of_block(a, end_block);
+    const long stride = (end_column - column) * WIDTH;
+    const long chunk = end_block - block > 1 ? CHUNK_INPUTS : a->num_inputs; /* one block reads all just once */
+    memset(sums, 0, (end - first) * stride * sizeof(float));
+    for (long i = 0; i < a->num_inputs; i += chunk) {
+        const long num_inputs = smaller(chunk, a->num_inputs - i);
+        for (long c = column; c < end_column; c++) {
+            const uint16_t *weights = a->weight + (c * a->padded_inputs + i) * WIDTH;
+            for (long b = block; b < end_block; b++) {
+                const long row = start_of_block(a, b), count = start_of_block(a, b + 1) - row;
+                add_block(a, (const float *)a->x + row * a->num_inputs + i, weights, num_inputs,
+                          sums + (row - first) * stride + (c - column) * WIDTH, stride, count);
+            }
+        }
+    }
+    for (long row = first; row < end; row++)
+        write_outputs(a, sums + (row - first) * stride, row, column * WIDTH, stride);
+}
+
+static void multiply_column_of_block(const void *arguments, long column) {
+    multiply_group(arguments, 0, num_blocks(arguments), column, column + 1);
+}
+
+static void multiply_columns_of_group(const void *arguments, long unit) {
+    const struct product *a = arguments;
+    const long parts = (num_columns(a) + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
+    const long block = unit / parts * GROUP_BLOCKS, column = unit % parts * GROUP_COLUMNS;
+    multiply_group(a, block, smaller(block + GROUP_BLOCKS, num_blocks(a)), column,
+                   smaller(column + GROUP_COLUMNS, num_columns(a)));
+}
+
+/* The width of columns for `product_of_floats`; 0 where there is none. */
+long width_for_floats(void) { return WIDTH; }
+
+/* x W^T + b of any number of rows. Sums are made in the order of the inputs, so
+   a row gets the same bits among any others. */
+void product_of_floats(const struct product *a) {
+    const long parts = (num_columns(a) + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
+    const long groups = (num_blocks(a) + GROUP_BLOCKS - 1) / GROUP_BLOCKS;
+    if (num_blocks(a) <= 1)
+        share(multiply_column_of_block, a, a->num_rows ? num_columns(a) : 0, 1);
+    else
+        share(multiply_columns_of_group, a, parts * groups, 1);
+}
+#else
+long width_for_floats(void) { return 0; }
+void product_of_floats(const struct product *a) { (void)a; }
 #endif
 
 /* ── norm ──────────────────────────────────────────────────────────────────────────────────── */

@@ -14,13 +14,15 @@ from typing import Protocol
 
 import torch
 
-from tokenmill.kernels.tape import recorded
+from tokenmill.kernels.tape import recorded, run
 
 # The structs of cpu.c by the names of the functions: P addresses, l whole numbers, f floats, in their order.
 _ARGUMENTS = {
     "look_up": Struct("3P3l"),
     "product_of_row": Struct("4P5l"),
     "product_in_tiles": Struct("4P5l"),
+    "product_of_floats": Struct("4P5l"),
+    "widen_rows": Struct("2P2l"),
     "rms_norm": Struct("5P5lf"),
     "gated_silu": Struct("2P2l"),
     "rotate": Struct("4P6l"),
@@ -40,14 +42,14 @@ class Memory(Protocol):
 @dataclass(frozen=True, slots=True)
 class ColumnWeight:
     """A weight [O, I] in memory as oneDNN keeps bfloat16: columns of `width` outputs, in each the inputs in
-    pairs; padded to whole columns and to `padded_inputs`. The inputs are whole tiles of 32."""
+    pairs; padded to whole columns and to `padded_inputs`."""
 
     address: int
     owner: object  # of the memory
     num_outputs: int
     num_inputs: int
     padded_inputs: int
-    width: int  # 16, 32, 48 or 64
+    width: int
 
     def data_ptr(self) -> int:
         """See `Memory`."""
@@ -58,7 +60,7 @@ def _call(kernels: ctypes.CDLL, name: str, memories: tuple[Memory | None, ...], 
     """Call a kernel with the fields of its struct: addresses, then numbers."""
     addresses = [0 if memory is None else memory.data_ptr() for memory in memories]
     arguments = _ARGUMENTS[name].pack(*addresses, *numbers)
-    getattr(kernels, name)(arguments)
+    run(kernels, name, arguments)
     tape = recorded()
     if tape is not None:
         tape.add(kernels, name, arguments, memories)
@@ -78,14 +80,47 @@ def most_tiled_rows(kernels: ctypes.CDLL) -> int:
     return int(kernels.most_tiled_rows())
 
 
+@cache
+def width_for_floats(kernels: ctypes.CDLL) -> int:
+    """The width of columns for `product_of_floats`; 0: this machine lacks the instructions (AVX2)."""
+    return int(kernels.width_for_floats())
+
+
 def product(
     kernels: ctypes.CDLL, name: str, x_NI: torch.Tensor, weight: ColumnWeight, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    """`x W^T + b` of contiguous rows in bfloat16, summed in float32, by one of the two kernels.
+    """`x W^T + b` of contiguous rows in bfloat16, summed in float32, by one of two kernels.
 
-    Tiles sum in the same order however many rows there are.
+    Inputs are whole tiles of 32, columns 16, 32, 48 or 64 wide. Tiles sum in the same order however many rows
+    there are.
     """
-    out_NO = torch.empty((len(x_NI), weight.num_outputs), dtype=x_NI.dtype)
+    return _product(kernels, name, x_NI, weight, bias_O, dtype=x_NI.dtype)
+
+
+def product_of_floats(
+    kernels: ctypes.CDLL, x_NI: torch.Tensor, weight: ColumnWeight, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    """`x W^T + b` of contiguous rows in the kernels' dtype, multiplied and summed in float32.
+
+    Columns are `width_for_floats` wide. Sums have the same order however many rows there are.
+    """
+    wide_NI = x_NI
+    if x_NI.dtype != torch.float32:
+        wide_NI = torch.empty(x_NI.shape, dtype=torch.float32)
+        _call(kernels, "widen_rows", (x_NI, wide_NI), *x_NI.shape)
+    return _product(kernels, "product_of_floats", wide_NI, weight, bias_O, dtype=x_NI.dtype)
+
+
+def _product(
+    kernels: ctypes.CDLL,
+    name: str,
+    x_NI: torch.Tensor,
+    weight: ColumnWeight,
+    bias_O: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out_NO = torch.empty((len(x_NI), weight.num_outputs), dtype=dtype)
     _call(
         kernels, name, (x_NI, weight, bias_O, out_NO),
         len(x_NI), weight.num_inputs, weight.num_outputs, weight.padded_inputs, weight.width,

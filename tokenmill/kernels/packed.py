@@ -23,6 +23,11 @@ _SMALL_WEIGHT = 2**20  # numbers
 _ROW_STEP, _SMALL_ROW_STEP = 8, 16
 
 
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this machine."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
     """The weight in oneDNN's order for products of few rows."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _EXPECTED_ROWS)

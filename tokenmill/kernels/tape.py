@@ -77,6 +77,16 @@ class TapeMemory:
         return self._blocks[-1]
 
 
+def run(kernels: ctypes.CDLL, name: str, *arguments: object) -> None:
+    """Call a function of cpu.c, as an event of the profile if there is one."""
+    function = getattr(kernels, name)
+    if torch.autograd.profiler._is_profiler_enabled and recorded() is None:
+        with torch.profiler.record_function(f"tokenmill::{name}"):
+            function(*arguments)
+    else:
+        function(*arguments)
+
+
 class _Call(ctypes.Structure):
     """`struct call` of cpu.c."""
 
@@ -112,7 +122,7 @@ class Tape:
         assert self._kernels is not None, "an empty tape"
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
-        self._kernels.replay(self._array, c_long(len(self._array)))
+        run(self._kernels, "replay", self._array, c_long(len(self._array)))
 
 
 class _OnlyKernels(TorchFunctionMode):

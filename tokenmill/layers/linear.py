@@ -1,4 +1,4 @@
-"""Matrix products with weights, and their form for CPUs: weights reordered once by oneDNN.
+"""Matrix products with weights, and their form for CPUs: weights reordered once.
 
 A `Linear` may hold several checkpoint tensors, one below the other, so that one product serves them all.
 Letters: N rows of input, I inputs, O outputs.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from tokenmill.kernels import packed
+from tokenmill.kernels import narrow, packed
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.launching import is_invariant
 from tokenmill.kernels.linear import add_norm_linear, addend, in_blocks, linear
@@ -98,14 +98,25 @@ class TiedLinear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A `Linear` or `TiedLinear` whose weight lies in oneDNN's blocked order: the same product, faster.
+    """A `Linear` or `TiedLinear` whose weight lies in another order: the same product, faster.
 
-    The packed weight counts as a parameter where it replaced one, not where it is a copy of a tied one.
+    The order is oneDNN's, or that of `kernels/narrow`. The weight counts as a parameter where it replaced
+    one, not where it is a copy of a tied one.
     """
 
     def __init__(self, plain: Linear | TiedLinear) -> None:
         super().__init__()
-        weight = packed.pack(plain.weight.detach())
+        weight_OI = plain.weight.detach()
+        self._narrow = narrow.narrowed(weight_OI)
+        self._columns, self._goes_in_blocks = None, False
+        if self._narrow is not None:
+            weight = self._narrow.numbers[: weight_OI.numel()]  # without what fills its last column
+        else:
+            weight = packed.pack(weight_OI)
+            has_pieces = weight_OI.element_size() == 2 and weight_OI.shape[1] > _LONGEST_WHOLE_SUM
+            self._goes_in_blocks = has_pieces and weight_OI.nbytes <= _SMALL_WEIGHT_BYTES
+            if has_pieces and not self._goes_in_blocks:
+                self._columns = packed.columns(weight, weight_OI)
         # In a tuple, so that it is no module of the model's.
         self._tied = (plain,) if isinstance(plain, TiedLinear) else None
         self._parts = {} if isinstance(plain, TiedLinear) else plain.parts
@@ -115,13 +126,11 @@ class PackedLinear(nn.Module):
         else:
             self.bias = None
             self.register_buffer("weight", weight, persistent=False)
-        has_pieces = plain.weight.element_size() == 2 and plain.weight.shape[1] > _LONGEST_WHOLE_SUM
-        is_small = plain.weight.nbytes <= _SMALL_WEIGHT_BYTES
-        self._goes_in_blocks = has_pieces and is_small
-        self._columns = packed.columns(weight, plain.weight) if has_pieces and not is_small else None
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] -> [N, O]"""
+        if self._narrow is not None:
+            return self._narrow.product(x_NI, self.bias)
         if self._goes_in_blocks or is_invariant():
             return in_blocks(x_NI, lambda block_NI: packed.product(block_NI, self.weight, self.bias))
         return packed.product(x_NI, self.weight, self.bias, self._columns)
@@ -142,7 +151,7 @@ class PackedLinear(nn.Module):
         """What was packed, with exactly its numbers."""
         if self._tied is not None:
             return self._tied[0]
-        weight_OI = self.weight.to_dense()
+        weight_OI = self.weight.to_dense() if self._narrow is None else self._narrow.dense()
         out_features, in_features = weight_OI.shape
         plain = Linear(in_features, out_features, bias=False, dtype=weight_OI.dtype, parts=self._parts)
         plain.weight = nn.Parameter(weight_OI, requires_grad=False)
@@ -157,7 +166,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return packed.has_bfloat16() or narrow.has_kernel(dtype)
     return dtype == torch.float32
 
 

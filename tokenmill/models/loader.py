@@ -9,7 +9,8 @@ import dataclasses
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -54,16 +55,19 @@ def load_model(
     same every time on a kind of device; no file is read). `progress` shows a bar on standard error when
     loading takes long. Raises `ModelNotFound` without weights, `InvalidArgument` where they do not fit.
     """
+    packs = can_pack(dtype, device)
     if load_format == "dummy":
         network = _build(spec, dtype=dtype, device=device)
         _fill_randomly(network)
-    else:
-        with open_checkpoint(folder) as checkpoint:
-            spec = _with_own_head(spec, checkpoint)
-            network = _build(spec, dtype=dtype, device=device)
-            _fill(cast(Model, network).weight_slots(), checkpoint, spec, progress=progress)
-    if can_pack(dtype, device):
-        pack_linears(network)
+        if packs:
+            pack_linears(network)
+        return cast(Model, network)
+    with open_checkpoint(folder) as checkpoint:
+        spec = _with_own_head(spec, checkpoint)
+        network = _build(spec, dtype=dtype, device=device)
+        slots = dict(cast(Model, network).weight_slots())
+        filled = _Packing(network, slots).filled if packs else None
+        _fill(slots, checkpoint, spec, progress=progress, filled=filled)
     return cast(Model, network)
 
 
@@ -92,9 +96,39 @@ def _with_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 # ── from files ────────────────────────────────────────────────────────────────────────────────
 
 
+class _Packing:
+    """Packs the linears below each module as soon as their tensors are there.
+
+    A packed weight may be half as large as what it is made of: packed as a whole at the end, a model would
+    need twice its memory for a moment.
+    """
+
+    def __init__(self, network: nn.Module, names: Iterable[str]) -> None:
+        self._network = network
+        self._missing = Counter(map(_parent, names))
+
+    def filled(self, name: str) -> None:
+        """A tensor is there."""
+        parent = _parent(name)
+        self._missing[parent] -= 1
+        if not self._missing[parent]:
+            pack_children(self._network.get_submodule(parent))
+
+
+def _parent(name: str) -> str:
+    """The module below which the module of a tensor hangs."""
+    return ".".join(name.removeprefix("model.").split(".")[:-2])
+
+
 def _fill(
-    slots: Mapping[str, torch.Tensor], source: TensorSource, spec: ModelSpec, *, progress: bool
+    slots: dict[str, torch.Tensor],
+    source: TensorSource,
+    spec: ModelSpec,
+    *,
+    progress: bool,
+    filled: Callable[[str], None] | None = None,
 ) -> None:
+    """Copy a tensor to each slot. Each is let go of before `filled` is called with its name."""
     _check_names(slots, source, spec)
     _check_tensors(slots, source)
     # A class of its own, because tqdm's would start a thread that watches all bars and outlives them.
@@ -108,9 +142,13 @@ def _fill(
         disable=not progress,
         file=sys.stderr,
     ) as bar:
-        for name, slot in slots.items():
+        for name in list(slots):
+            slot = slots.pop(name)
             slot.copy_(source.read(name))
             bar.update(slot.numel() * slot.element_size())
+            del slot
+            if filled is not None:
+                filled(name)
 
 
 def _check_names(slots: Mapping[str, torch.Tensor], source: TensorSource, spec: ModelSpec) -> None:
@@ -186,15 +224,14 @@ def update_weights(model: Model, spec: ModelSpec, source: TensorSource, *, parti
     with open_slots(model, source.names if partial else None) as slots:
         spec = dataclasses.replace(spec, tied_embeddings=_HEAD not in slots)
         _check_tie(slots, source)
-        if partial:
-            slots = {name: slots[name] for name in source.names if name in slots}
-        _fill(slots, source, spec, progress=False)
+        wanted = {name: slot for name, slot in slots.items() if not partial or name in source.names}
+        _fill(wanted, source, spec, progress=False)
 
 
 def _parents(network: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """The modules below which the projections of these tensors hang."""
     modules = dict(network.named_modules())
-    paths = {".".join(name.removeprefix("model.").split(".")[:-2]) for name in names}
+    paths = {_parent(name) for name in names}
     return [modules[path] for path in paths if path in modules]
 
 

@@ -111,7 +111,7 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch
         return torch.bfloat16 if stored == torch.float32 else stored
     if stored == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
         return stored
-    return torch.float32  # without 16-bit instructions float32 is both faster and more exact
+    return torch.float32  # without 16-bit instructions it is as fast, and more exact
 
 
 def _attention_backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
