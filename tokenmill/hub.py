@@ -19,28 +19,32 @@ _OTHER_LAYOUTS = ["consolidated*", "original/*", "onnx/*", "openvino/*", "*.gguf
 
 
 def resolve(
-    model_path: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | None = None
+    model_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    argument: str = "model_path",
 ) -> Path:
     """The folder of a model: an existing folder, a bundled model by name, or a hub repository.
 
     A folder of that name wins over the bundled model and the hub. Hub files land in `download_dir`
     (default: the hub's own cache) and are not fetched again; without a network, or with HF_HUB_OFFLINE=1,
-    the cached ones are used. `revision` (a branch, tag or commit) concerns hub repositories only.
-    Raises `ModelNotFound` saying what was tried.
+    the cached ones are used. `revision` (a branch, tag or commit) concerns hub repositories only; `argument`
+    is what messages call the path. Raises `ModelNotFound` saying what was tried.
     """
     name = os.fspath(model_path)
     if not name:
-        raise InvalidArgument("model_path is empty; give a folder, a hub id, or 'tiny'")
+        raise InvalidArgument(f"{argument} is empty; give a folder, a hub id, or 'tiny'")
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
-        raise ModelNotFound(f"model_path={name!r} is a file; give the folder that holds config.json")
+        raise ModelNotFound(f"{argument}={name!r} is a file; give the folder that holds config.json")
     if name in BUNDLED:
         return _bundled(name)
     if _looks_like_a_path(name):
-        raise ModelNotFound(f"model_path={name!r}: there is no such folder.{_neighbour(path)}")
-    return _download(name, revision=revision, download_dir=download_dir)
+        raise ModelNotFound(f"{argument}={name!r}: there is no such folder.{_neighbour(path)}")
+    return _download(name, revision=revision, download_dir=download_dir, argument=argument)
 
 
 def _bundled(name: str) -> Path:
@@ -64,7 +68,7 @@ def _neighbour(path: Path) -> str:
     return did_you_mean(path.name, [entry.name for entry in parent.iterdir() if entry.is_dir()])
 
 
-def _download(name: str, *, revision: str | None, download_dir: str | None) -> Path:
+def _download(name: str, *, revision: str | None, download_dir: str | None, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -88,7 +92,7 @@ def _download(name: str, *, revision: str | None, download_dir: str | None) -> P
                 return fetch(local_files_only=True)
         where = f" at revision {revision!r}" if revision is not None else ""
         raise ModelNotFound(
-            f"model_path={name!r} is no folder here, no bundled model ({', '.join(BUNDLED)}), and could not "
+            f"{argument}={name!r} is no folder here, no bundled model ({', '.join(BUNDLED)}), and could not "
             f"be had from the hub{where}: {_reason(error)}{did_you_mean(name, BUNDLED)}"
         ) from error
 

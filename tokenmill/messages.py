@@ -76,6 +76,15 @@ class Request:
     held_ids: tuple[int, ...] = ()
     rid: str = ""  # what its caller calls it, for its logit processor; `id` may be another in the core
 
+    @property
+    def most_cached(self) -> int:
+        """Most tokens of the prompt that may be cached: of the others something is shown or drawn."""
+        if self.hidden_states == "all":
+            return 0
+        # A token's log-probability follows from the position before it.
+        first = len(self.prompt_ids) if self.logprobs is None else self.logprobs.prompt_start
+        return max(0, min(first, len(self.prompt_ids)) - 1)
+
     def copy(self, *, id: str, seed: int) -> Request:
         """The same with another id and seed; `dataclasses.replace` takes several times as long."""
         _, prompt_ids, params, max_new_tokens, _, *rest = _values(self)

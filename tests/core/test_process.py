@@ -297,6 +297,21 @@ def test_errors_of_loading_come_out_of_the_process() -> None:
         sgl.Engine(model_path="tiny", device="cpu", core_process=True, context_length=1_000_000)
 
 
+class Failing:
+    def __call__(self, logits: torch.Tensor, params: Any) -> torch.Tensor:
+        raise ValueError("this one never works")
+
+
+@pytest.mark.parametrize(("level", "is_told"), [("error", False), ("warning", True)])
+def test_the_core_tells_as_much_as_it_should(
+    level: str, is_told: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with sgl.Engine(model_path="tiny", core_process=True, log_level=level) as engine:
+        result = engine.generate(PROMPT, SHORT, custom_logit_processor=Failing(), on_error="return")
+    assert result["error"]["type"] == "internal"
+    assert ("this one never works" in capfd.readouterr().err) == is_told
+
+
 def test_threads_loops_and_a_second_engine_share_the_process(engine: sgl.Engine) -> None:
     expected = engine.generate(PROMPT, SHORT)["text"]
     answers: list[str] = []

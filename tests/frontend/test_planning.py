@@ -60,7 +60,15 @@ def request(prompt: list[int], new: int = 4, salt: bytes = b"") -> Request:
 # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_salt": ["a", "b"] * 20}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_salt": ["a", "b"] * 20},
+        {"return_logprob": True, "logprob_start_len": [0, -1, 1, -1] * 10},
+        {"return_hidden_states": [True, False] * 20},
+    ],
+)
 @pytest.mark.parametrize("n", [1, 3])
 def test_tokens_are_those_that_the_engine_counts(llm: sgl.Engine, options: dict[str, Any], n: int) -> None:
     prompts = shared_prompts(n)
@@ -227,3 +235,14 @@ def test_a_plan_can_be_read_by_people_and_programs(llm: sgl.Engine) -> None:
     assert "24, if none ends early" in lines[2]
     empty = llm.plan([])
     assert (empty.rows, empty.prompt_tokens, empty.seconds) == (0, 0, pytest.approx(0, abs=0.1))
+
+
+def test_rows_that_cannot_run_are_counted_if_they_are_returned(llm: sgl.Engine) -> None:
+    prompts = ["Once upon a time", "The capital", "One, two"]
+    params = [{"max_new_tokens": 3}, {"temperature": -1}, {"max_new_tokens": 5}]
+    with pytest.raises(sgl.InvalidArgument, match=r"sampling_params\[1\]"):
+        llm.plan(prompts, params)
+    plan = llm.plan(prompts, params, on_error="return")
+    assert (plan.rows, plan.requests, plan.invalid_rows, plan.max_output_tokens) == (3, 2, 1, 8)
+    plan = llm.plan(prompts, {"max_new_tokens": 3, "n": 2}, on_error="return")
+    assert (plan.rows, plan.requests, plan.invalid_rows) == (3, 6, 0)

@@ -50,6 +50,11 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(EngineConfig(model_path=str(tmp_path)))
 
 
+def test_a_tokenizer_path_that_is_not_there_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"tokenizer_path='/.*/no': there is no such folder"):
+        Tokenizer.load(EngineConfig(model_path="tiny", tokenizer_path=f"{tmp_path}/no"))
+
+
 def test_tokenizer_path_comes_first(tmp_path: Path, byte_folder: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     tokenizer = Tokenizer.load(EngineConfig(model_path=str(tmp_path), tokenizer_path=str(byte_folder)))

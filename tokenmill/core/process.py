@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -97,8 +98,8 @@ class CoreProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it has ended by SIGKILL, whoever sent it."""
-        return self._process.returncode == -signal.SIGKILL
+        """Whether it has ended by a signal that comes from outside, whoever sent it."""
+        return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property
     def has_ended(self) -> bool:
@@ -288,6 +289,7 @@ class _Child:
             self._end(error)
 
     def _serve(self, config: EngineConfig) -> None:
+        logging.getLogger("tokenmill").setLevel(config.log_level.upper())
         mill = runner.start(config)
         loop = build_loop(mill, config, inbox=self._inbox, deliver=lambda outputs: self._tell(loop, outputs))
         gc.freeze()  # what is there stays; looking through it would hold up a step for a quarter of a second

@@ -18,6 +18,7 @@ import numpy as np
 from tokenmill.config import EngineConfig
 from tokenmill.errors import reading
 from tokenmill.frontend.client import Client
+from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.prefixes import cached_tokens
 from tokenmill.frontend.prompts import read_prompts
@@ -110,11 +111,16 @@ class Planner:
             sampling_params = _picked(sampling_params, chosen, count)
             options = {name: _picked(value, chosen, count) for name, value in options.items()}
         began = time.perf_counter()
-        job = self._reader.read(prompt, sampling_params, input_ids, options=options)
+        job = self._reader.read(
+            prompt, sampling_params, input_ids, options=options, faults=Faults.of(options)
+        )
+        num_read = len(prompts) if chosen is None else len(chosen)
+        num_invalid = len(job.errors) * num_read // max(1, len(job.requests))
         return self.plan_requests(
-            job.requests,
+            [request for index, request in enumerate(job.requests) if index not in job.errors],
             rows=len(prompts),
-            sampled_rows=None if chosen is None else len(chosen),
+            invalid_rows=round(num_invalid * len(prompts) / max(1, num_read)),
+            sampled_rows=None if chosen is None else num_read,
             mean_output_tokens=mean_output_tokens,
             reading_seconds=time.perf_counter() - began,
         )

@@ -1,7 +1,8 @@
 """How many prompt tokens of many requests the prefix cache will serve: computed, with nothing run.
 
 Follows the rules of `kvcache`: prefixes are shared in whole pages, within a namespace; the last token of a
-prompt is always computed; what was not used for longest goes first. Tokens to come are not known.
+prompt is always computed, and so is what something is to be shown of; what was not used for longest goes
+first. Tokens to come are not known.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def cached_tokens(requests: Sequence[Request], *, page_size: int, pool_tokens: i
     rows = np.repeat(np.arange(len(requests)), num_pages)
     prefixes = _prefix_hashes(requests, num_pages, page_size)
     before = _last_row_with(prefixes, rows)
-    lengths = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
-    usable = (lengths - 1) // page_size
+    usable = np.array([request.most_cached for request in requests], dtype=np.int64) // page_size
     found = _leading(before >= 0, num_pages, usable)
     outputs = np.array([request.max_new_tokens for request in requests], dtype=np.int64)
     capacity = pool_tokens // page_size

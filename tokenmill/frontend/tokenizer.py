@@ -63,9 +63,10 @@ class Tokenizer:
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
         """The tokenizer of `tokenizer_path`, or else of the model; raises `ModelNotFound` if it has none."""
+        argument = "tokenizer_path" if config.tokenizer_path else "model_path"
         revision = None if config.tokenizer_path else config.revision
         path = config.tokenizer_path or config.model_path
-        folder = hub.resolve(path, revision=revision, download_dir=config.download_dir)
+        folder = hub.resolve(path, revision=revision, download_dir=config.download_dir, argument=argument)
         if not any(True for pattern in _TOKENIZER_FILES for _ in Path(folder).glob(pattern)):
             raise ModelNotFound(
                 f"{path!r} has no tokenizer files; name another folder or hub id as tokenizer_path, or pass "
