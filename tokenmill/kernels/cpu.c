@@ -376,65 +376,74 @@ static inline floats everywhere(float x) {
 #endif
 }
 
-/* Sums of rows for one column. */
+/* Sums of up to BLOCK_ROWS rows for one column, or of fewer rows for more columns. */
 struct block {
     floats left[BLOCK_ROWS], right[BLOCK_ROWS];
 };
 
-/* Add one input of each row, `stride` apart, times its weights. */
-static inline __attribute__((always_inline)) void add_input(struct block *sums, const float *x, long stride,
-                                                            floats left, floats right, const int count) {
+/* Add one input of each row, `stride` apart, times its weights; the sums of these rows are from `first` on. */
+static inline __attribute__((always_inline)) void add_input(struct block *sums, int first, const float *x, long stride,
+                                                            floats left, floats right, const int num_rows) {
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++) {
+    for (int row = 0; row < num_rows; row++) {
         const floats input = everywhere(x[row * stride]);
-        sums->left[row] = plus_product(sums->left[row], left, input);
-        sums->right[row] = plus_product(sums->right[row], right, input);
+        sums->left[first + row] = plus_product(sums->left[first + row], left, input);
+        sums->right[first + row] = plus_product(sums->right[first + row], right, input);
     }
 }
 
-/* sums += x W^T of `count` rows and one column, over some inputs. */
+/* sums += x W^T of some rows and columns, over some inputs. Rows of `sums` are `stride` apart. */
 static inline __attribute__((always_inline)) void add_products(const struct product *a, const float *x,
                                                                const uint16_t *column, long num_inputs, float *sums,
-                                                               long stride, const int count) {
+                                                               long stride, const int num_rows, const int num_columns) {
     const uint32_t *weights = (const uint32_t *)column;
-    const long x_stride = a->num_inputs;
+    const long x_stride = a->num_inputs, column_stride = a->padded_inputs * WIDTH / 2;
     struct block block;
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++) {
-        block.left[row] = *(const unaligned_floats *)(sums + row * stride);
-        block.right[row] = *(const unaligned_floats *)(sums + row * stride + LANES);
+    for (int i = 0; i < num_rows * num_columns; i++) {
+        const float *place = sums + i % num_rows * stride + i / num_rows * WIDTH;
+        block.left[i] = *(const unaligned_floats *)place;
+        block.right[i] = *(const unaligned_floats *)(place + LANES);
     }
-    long i = 0;
-    for (; i + 1 < num_inputs; i += 2, weights += WIDTH) {
-        const unaligned_words *left = (const unaligned_words *)weights, *right = left + 1;
-        __builtin_prefetch(weights + AHEAD);
-        add_input(&block, x + i, x_stride, lower(*left), lower(*right), count);
-        __asm__ volatile("" : : : "memory"); /* read the weights again: registers for both halves are not left */
-        add_input(&block, x + i + 1, x_stride, upper(*left), upper(*right), count);
-    }
-    if (i < num_inputs) {
-        const unaligned_words *left = (const unaligned_words *)weights, *right = left + 1;
-        add_input(&block, x + i, x_stride, lower(*left), lower(*right), count);
+    for (long i = 0; i < num_inputs; i += 2, weights += WIDTH) {
+#pragma GCC unroll 4
+        for (int c = 0; c < num_columns; c++) {
+            const unaligned_words *left = (const unaligned_words *)(weights + c * column_stride), *right = left + 1;
+            __builtin_prefetch(weights + c * column_stride + AHEAD);
+            add_input(&block, c * num_rows, x + i, x_stride, lower(*left), lower(*right), num_rows);
+            if (i + 1 == num_inputs) continue;
+            __asm__ volatile("" : : : "memory"); /* read them again: registers for both halves are not left */
+            add_input(&block, c * num_rows, x + i + 1, x_stride, upper(*left), upper(*right), num_rows);
+        }
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++) {
-        *(unaligned_floats *)(sums + row * stride) = block.left[row];
-        *(unaligned_floats *)(sums + row * stride + LANES) = block.right[row];
+    for (int i = 0; i < num_rows * num_columns; i++) {
+        float *place = sums + i % num_rows * stride + i / num_rows * WIDTH;
+        *(unaligned_floats *)place = block.left[i];
+        *(unaligned_floats *)(place + LANES) = block.right[i];
     }
 }
 
-/* The same with a kernel for each number of rows. */
-static void add_block(const struct product *a, const float *x, const uint16_t *column, long num_inputs, float *sums,
-                      long stride, long count) {
-    switch (count) {
-#define ROWS(n) \
-    case n: add_products(a, x, column, num_inputs, sums, stride, n); break;
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+/* The same with a kernel for each number of rows, and how many columns it took: at most `num_columns`, and more
+   than one for so few rows that the processor would wait for sums and memory. */
+static long add_block(const struct product *a, const float *x, const uint16_t *column, long num_inputs, float *sums,
+                      long stride, long num_rows, long num_columns) {
+    switch (num_rows) {
+#define KERNEL(rows, columns) \
+    case rows: \
+        if (num_columns >= columns) { \
+            add_products(a, x, column, num_inputs, sums, stride, rows, columns); \
+            return columns; \
+        } \
+        add_products(a, x, column, num_inputs, sums, stride, rows, 1); \
+        return 1;
+        KERNEL(1, 4) KERNEL(2, 2) KERNEL(3, 2) KERNEL(4, 1) KERNEL(5, 1) KERNEL(6, 1)
 #ifdef __AVX512F__
-        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+        KERNEL(7, 1) KERNEL(8, 1) KERNEL(9, 1) KERNEL(10, 1) KERNEL(11, 1) KERNEL(12, 1)
 #endif
-#undef ROWS
+#undef KERNEL
     }
+    __builtin_unreachable();
 }
 
 static long num_blocks(const struct product *a) { return (a->num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
@@ -444,21 +453,30 @@ static long start_of_block(const struct product *a, long block) { return a->num_
 
 static long num_columns(const struct product *a) { return (a->num_outputs + WIDTH - 1) / WIDTH; }
 
+/* One block of rows times some columns. */
+static void multiply_block(const struct product *a, long column, long end_column) {
+    float sums[BLOCK_ROWS * GROUP_COLUMNS * WIDTH] = {0};
+    const long stride = (end_column - column) * WIDTH;
+    for (long c = column; c < end_column;)
+        c += add_block(a, a->x, a->weight + c * a->padded_inputs * WIDTH, a->num_inputs, sums + (c - column) * WIDTH,
+                       stride, a->num_rows, end_column - c);
+    for (long row = 0; row < a->num_rows; row++) write_outputs(a, sums + row * stride, row, column * WIDTH, stride);
+}
+
 /* Some blocks of rows times some columns. */
-static void multiply_group(const struct product *a, long block, long end_block, long column, long end_column) {
+static void multiply_blocks(const struct product *a, long block, long end_block, long column, long end_column) {
     float sums[GROUP_BLOCKS * BLOCK_ROWS * GROUP_COLUMNS * WIDTH];
     const long first = start_of_block(a, block), end = start_of_block(a, end_block);
     const long stride = (end_column - column) * WIDTH;
-    const long chunk = end_block - block > 1 ? CHUNK_INPUTS : a->num_inputs; /* one block reads all just once */
     memset(sums, 0, (end - first) * stride * sizeof(float));
-    for (long i = 0; i < a->num_inputs; i += chunk) {
-        const long num_inputs = smaller(chunk, a->num_inputs - i);
+    for (long i = 0; i < a->num_inputs; i += CHUNK_INPUTS) {
+        const long num_inputs = smaller(CHUNK_INPUTS, a->num_inputs - i);
         for (long c = column; c < end_column; c++) {
             const uint16_t *weights = a->weight + (c * a->padded_inputs + i) * WIDTH;
             for (long b = block; b < end_block; b++) {
-                const long row = start_of_block(a, b), count = start_of_block(a, b + 1) - row;
+                const long row = start_of_block(a, b), num_rows = start_of_block(a, b + 1) - row;
                 add_block(a, (const float *)a->x + row * a->num_inputs + i, weights, num_inputs,
-                          sums + (row - first) * stride + (c - column) * WIDTH, stride, count);
+                          sums + (row - first) * stride + (c - column) * WIDTH, stride, num_rows, 1);
             }
         }
     }
@@ -466,16 +484,16 @@ static void multiply_group(const struct product *a, long block, long end_block, 
         write_outputs(a, sums + (row - first) * stride, row, column * WIDTH, stride);
 }
 
-static void multiply_column_of_block(const void *arguments, long column) {
-    multiply_group(arguments, 0, num_blocks(arguments), column, column + 1);
-}
+static long num_column_groups(const struct product *a) { return (num_columns(a) + GROUP_COLUMNS - 1) / GROUP_COLUMNS; }
 
-static void multiply_columns_of_group(const void *arguments, long unit) {
+static void multiply_group(const void *arguments, long unit) {
     const struct product *a = arguments;
-    const long parts = (num_columns(a) + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
-    const long block = unit / parts * GROUP_BLOCKS, column = unit % parts * GROUP_COLUMNS;
-    multiply_group(a, block, smaller(block + GROUP_BLOCKS, num_blocks(a)), column,
-                   smaller(column + GROUP_COLUMNS, num_columns(a)));
+    const long block = unit / num_column_groups(a) * GROUP_BLOCKS, column = unit % num_column_groups(a) * GROUP_COLUMNS;
+    const long end_column = smaller(column + GROUP_COLUMNS, num_columns(a));
+    if (num_blocks(a) == 1)
+        multiply_block(a, column, end_column);
+    else
+        multiply_blocks(a, block, smaller(block + GROUP_BLOCKS, num_blocks(a)), column, end_column);
 }
 
 /* The width of columns for `product_of_floats`; 0 where there is none. */
@@ -484,12 +502,7 @@ long width_for_floats(void) { return WIDTH; }
 /* x W^T + b of any number of rows. Sums are made in the order of the inputs, so
    a row gets the same bits among any others. */
 void product_of_floats(const struct product *a) {
-    const long parts = (num_columns(a) + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
-    const long groups = (num_blocks(a) + GROUP_BLOCKS - 1) / GROUP_BLOCKS;
-    if (num_blocks(a) <= 1)
-        share(multiply_column_of_block, a, a->num_rows ? num_columns(a) : 0, 1);
-    else
-        share(multiply_columns_of_group, a, parts * groups, 1);
+    share(multiply_group, a, num_column_groups(a) * ((num_blocks(a) + GROUP_BLOCKS - 1) / GROUP_BLOCKS), 1);
 }
 #else
 long width_for_floats(void) { return 0; }
