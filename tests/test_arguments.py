@@ -483,3 +483,19 @@ def test_server_args_as_scripts_for_sglang_make_them() -> None:
         sgl.ServerArgs(contxt_length=64)
     with pytest.raises(InvalidArgument, match="tp_size"):
         sgl.ServerArgs(tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "otherwise"),
+    [
+        ("stream_output", {"cumulative_stream": True}, True),
+        ("incremental_streaming_output", {"incremental_streaming_output": False}, True),
+        ("disable_decode_cuda_graph", {"disable_cuda_graph": True}, False),
+        ("disable_overlap_schedule", {"steps_in_flight": 1}, False),
+    ],
+)
+def test_flags_that_set_an_argument_of_ours_are_read_from_it(
+    name: str, given: dict[str, Any], otherwise: bool
+) -> None:
+    assert getattr(sgl.ServerArgs(model="tiny"), name) is otherwise
+    assert getattr(sgl.ServerArgs(model="tiny", **given), name) is not otherwise

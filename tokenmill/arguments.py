@@ -74,6 +74,13 @@ _MAPPED: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "disable_decode_cuda_graph": ("disable_cuda_graph", check_flag, "`disable_cuda_graph`"),
     "disable_overlap_schedule": ("steps_in_flight", _one_step, "True: `steps_in_flight=1`"),
 }
+# The way back: what such a name says of an engine.
+_READ: dict[str, Callable[[EngineConfig], bool]] = {
+    "stream_output": lambda config: not config.cumulative_stream,
+    "incremental_streaming_output": lambda config: not config.cumulative_stream,
+    "disable_decode_cuda_graph": lambda config: config.disable_cuda_graph,
+    "disable_overlap_schedule": lambda config: config.steps_in_flight == 1,
+}
 
 
 def _rows(table: Mapping[str, Mapping[str, object]], fate: Fate) -> list[ArgumentName]:
@@ -139,9 +146,11 @@ class ServerArgs(EngineConfig):
         return cls(**given(options, "engine"))
 
     def __getattr__(self, name: str) -> Any:
-        """SGLang's default for an argument that is not one of ours: it is what is done here."""
+        """What one of SGLang's other names says of ours, or its default there: it is what is done here."""
         if name in SPELLINGS:
             return getattr(self, SPELLINGS[name])
+        if name in _READ:
+            return _READ[name](self)
         row = _OTHERS.get(name)
         if row is None or not row.neutral:
             hint = _suggestion(name) if row is None else f" It is {row.note}."

@@ -158,7 +158,7 @@ with sgl.Engine(model_path="tiny", device="cpu") as engine:
     resting = num_native()
     torch.ones(500, 500) @ torch.ones(500, 500)
     assert settled(resting + 1) == resting + 1, "torch computes with two threads"
-    stream = engine.generate("Once", {"max_new_tokens": 40, "ignore_eos": True}, stream=True)
+    stream = engine.generate("Once", {"max_new_tokens": 1000, "ignore_eos": True}, stream=True)
     next(stream)
     assert settled(resting + 1) == resting + 1, "the engine's worker alone"
     for _ in stream:

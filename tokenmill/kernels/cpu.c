@@ -341,12 +341,9 @@ void product_in_tiles(const struct product *a) {
 
 /* ── product in float32 ────────────────────────────────────────────────────────────────────── */
 
-#if defined(__AVX2__) && defined(__FMA__)
-#ifdef __AVX512F__
-enum { BLOCK_ROWS = 12 }; /* their sums, and what is multiplied, fill the registers */
-#else
-enum { BLOCK_ROWS = 6 };
-#endif
+/* Not with AVX-512, where nobody has measured it and oneDNN has wider registers. */
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+enum { BLOCK_ROWS = 6 }; /* their sums, and what is multiplied, fill the registers */
 enum { WIDTH = 2 * LANES };
 /* The rows of a group stay in the second cache while it meets some columns, and a chunk of a column in the first. */
 enum { GROUP_BLOCKS = 6, GROUP_COLUMNS = 4, CHUNK_INPUTS = 512 };
@@ -355,7 +352,7 @@ typedef words unaligned_words __attribute__((aligned(4), may_alias));
 
 /* sum + weights * x, where sum stays in its register: compilers move it to others, and run out of them. */
 static inline floats plus_product(floats sum, floats weights, floats x) {
-    __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x));
     return sum;
 }
 
@@ -364,17 +361,11 @@ static inline floats lower(words pairs) { return (floats)(pairs << 16); }
 
 /* The second one, by shifts: a mask would take a register. */
 static inline floats upper(words pairs) {
-    __asm__("vpsrld $16, %1, %0" : "=v"(pairs) : "v"(pairs));
+    __asm__("vpsrld $16, %1, %0" : "=x"(pairs) : "x"(pairs));
     return (floats)(pairs << 16);
 }
 
-static inline floats everywhere(float x) {
-#ifdef __AVX512F__
-    return (floats)_mm512_set1_ps(x);
-#else
-    return (floats)_mm256_set1_ps(x);
-#endif
-}
+static inline floats everywhere(float x) { return (floats)_mm256_set1_ps(x); }
 
 /* Sums of up to BLOCK_ROWS rows for one column, or of fewer rows for more columns. */
 struct block {
@@ -384,7 +375,7 @@ struct block {
 /* Add one input of each row, `stride` apart, times its weights; the sums of these rows are from `first` on. */
 static inline __attribute__((always_inline)) void add_input(struct block *sums, int first, const float *x, long stride,
                                                             floats left, floats right, const int num_rows) {
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int row = 0; row < num_rows; row++) {
         const floats input = everywhere(x[row * stride]);
         sums->left[first + row] = plus_product(sums->left[first + row], left, input);
@@ -399,7 +390,7 @@ static inline __attribute__((always_inline)) void add_products(const struct prod
     const uint32_t *weights = (const uint32_t *)column;
     const long x_stride = a->num_inputs, column_stride = a->padded_inputs * WIDTH / 2;
     struct block block;
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int i = 0; i < num_rows * num_columns; i++) {
         const float *place = sums + i % num_rows * stride + i / num_rows * WIDTH;
         block.left[i] = *(const unaligned_floats *)place;
@@ -416,7 +407,7 @@ static inline __attribute__((always_inline)) void add_products(const struct prod
             add_input(&block, c * num_rows, x + i + 1, x_stride, upper(*left), upper(*right), num_rows);
         }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int i = 0; i < num_rows * num_columns; i++) {
         float *place = sums + i % num_rows * stride + i / num_rows * WIDTH;
         *(unaligned_floats *)place = block.left[i];
@@ -438,9 +429,6 @@ static long add_block(const struct product *a, const float *x, const uint16_t *c
         add_products(a, x, column, num_inputs, sums, stride, rows, 1); \
         return 1;
         KERNEL(1, 4) KERNEL(2, 2) KERNEL(3, 2) KERNEL(4, 1) KERNEL(5, 1) KERNEL(6, 1)
-#ifdef __AVX512F__
-        KERNEL(7, 1) KERNEL(8, 1) KERNEL(9, 1) KERNEL(10, 1) KERNEL(11, 1) KERNEL(12, 1)
-#endif
 #undef KERNEL
     }
     __builtin_unreachable();
@@ -499,8 +487,8 @@ static void multiply_group(const void *arguments, long unit) {
 /* The width of columns for `product_of_floats`; 0 where there is none. */
 long width_for_floats(void) { return WIDTH; }
 
-/* x W^T + b of any number of rows. Sums are made in the order of the inputs, so
-   a row gets the same bits among any others. */
+/* x W^T + b of any number of rows. Sums are made in the order of the inputs, so a row gets the same bits among
+   any others. */
 void product_of_floats(const struct product *a) {
     share(multiply_group, a, num_column_groups(a) * ((num_blocks(a) + GROUP_BLOCKS - 1) / GROUP_BLOCKS), 1);
 }

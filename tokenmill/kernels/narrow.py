@@ -52,8 +52,8 @@ class NarrowWeight:
 
 
 def narrowed(weight_OI: torch.Tensor) -> NarrowWeight | None:
-    """A weight for these products; None where a number would change, where there is no kernel (AVX2 and a C
-    compiler are needed), and where oneDNN multiplies bfloat16 better."""
+    """A weight for these products; None where a number would change, where there is no kernel (it needs AVX2
+    without AVX-512, and a C compiler), and where oneDNN multiplies bfloat16 better."""
     if weight_OI.dtype == torch.bfloat16 and packed.has_bfloat16():
         return None
     kernels = native.for_tensor(weight_OI)

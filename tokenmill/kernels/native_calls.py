@@ -82,7 +82,7 @@ def most_tiled_rows(kernels: ctypes.CDLL) -> int:
 
 @cache
 def width_for_floats(kernels: ctypes.CDLL) -> int:
-    """The width of columns for `product_of_floats`; 0: this machine lacks the instructions (AVX2)."""
+    """The width of columns for `product_of_floats`; 0: this machine has none (AVX2 alone does)."""
     return int(kernels.width_for_floats())
 
 
