@@ -397,8 +397,6 @@ def test_arguments_are_read_by_names_of_sglang(cores: list[Any], byte_folder: Pa
         assert dataclasses.asdict(given)["page_size"] == pickle.loads(pickle.dumps(given)).page_size == 32
         with pytest.raises(AttributeError, match=r"no argument 'tp_sise'.* Did you mean 'tp_size'"):
             _ = given.tp_sise
-        with pytest.raises(AttributeError, match=r"'stream_output'.*the opposite of `cumulative_stream`"):
-            _ = given.stream_output
 
 
 def test_a_run_can_be_repeated_by_the_seed_that_was_drawn(cores: list[Any], byte_folder: Path) -> None:
