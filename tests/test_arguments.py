@@ -168,6 +168,15 @@ def test_contradictions_name_both() -> None:
     assert resolve(model_path="a", model="a").model_path == "a"
 
 
+def test_the_environment_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, wanted in (("1", True), ("True", True), ("0", False), ("", False)):
+        monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
+        assert resolve().logprobs_ignore_temperature is wanted
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    assert resolve(logprobs_ignore_temperature=False).logprobs_ignore_temperature is False
+    assert resolve(server_args={"logprobs_ignore_temperature": False}).logprobs_ignore_temperature is False
+
+
 def test_no_overlap_is_one_step_in_flight() -> None:
     assert resolve(disable_overlap_schedule=True).steps_in_flight == 1
     assert resolve(disable_overlap_schedule=False).steps_in_flight is None

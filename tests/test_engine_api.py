@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -239,6 +240,42 @@ def test_tokenizing_does_not_block_the_loop(llm: sgl.Engine, monkeypatch: pytest
     assert asyncio.run(main()) >= 5
 
 
+def test_threads_of_the_loop_may_wait_for_the_engine(llm: sgl.Engine) -> None:
+    """All of them, so that none is left for what the engine does in threads."""
+
+    async def iterate() -> list[str]:
+        return [result["text"] async for result in llm.iter(iter("abc"), order="input")]
+
+    async def main() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        asked = [llm.async_generate("a"), llm.async_generate(["b", "c"]), iterate(), llm.async_generate("d")]
+        return await asyncio.gather(
+            *(asyncio.to_thread(asyncio.run_coroutine_threadsafe(each, loop).result, 20) for each in asked)
+        )
+
+    one, two, three, four = asyncio.run(main())
+    assert (one["text"], two["text"], three, four["text"]) == ("a", ["b", "c"], ["a", "b", "c"], "d")
+
+
+def test_loop_is_the_running_one_or_one_of_the_engine(make_engine: MakeEngine) -> None:
+    llm = make_engine()
+
+    async def main() -> bool:
+        return llm.loop is asyncio.get_running_loop()
+
+    assert asyncio.run(main())
+    assert llm.loop.run_until_complete(main())
+    assert llm.loop.run_until_complete(llm.async_generate("a"))["text"] == "a"
+    with make_engine() as other:
+        loop = other.loop
+        assert loop is other.loop is not llm.loop
+    assert loop.is_closed()
+    # As the last thing that runs in it.
+    llm.loop.run_until_complete(asyncio.to_thread(llm.shutdown))
+    llm.loop.close()
+
+
 # ── errors ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -383,6 +420,14 @@ def test_facts(llm: sgl.Engine, byte_folder: Path) -> None:
     assert info["tp_size"] == 1
     assert info["version"] == sgl.__version__
     assert info["internal_states"][0]["memory_usage"]["weight"] == 1.0
+    assert (info["tp_size"], info["quantization"], info["kv_cache_dtype"], info["host"]) == (
+        1,
+        None,
+        "auto",
+        "127.0.0.1",
+    )
+    assert info["stream_output"] is True
+    assert json.loads(json.dumps(info))["max_prefill_tokens"] == 16384
     model = llm.get_model_info()
     assert model["served_model_name"] == str(byte_folder)
     assert model["is_generation"]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # The same with 100 engines is a matter of a minute or two; what leaks shows with a few as well.
 PROGRAM = """
-import contextlib, ctypes, gc, json, os, sys, threading, time, weakref
+import asyncio, contextlib, ctypes, gc, json, os, sys, threading, time, weakref
 from pathlib import Path
 import tokenmill as sgl
 
@@ -39,12 +39,18 @@ def used():
 
 few = {"temperature": 0, "max_new_tokens": 4}
 
+async def use_async(engine):
+    await asyncio.gather(*(engine.async_generate("x", few) for _ in range(3)))
+    async for result in engine.iter(("x" for _ in range(100)), few):
+        break
+
 def use(**arguments):
     with sgl.Engine("tiny", device="cpu", **arguments) as engine:
         engine.generate(["The capital of France is", "The cat"], few, return_logprob=True)
         engine.generate("x", {**few, "regex": "[a-z]{2}"})
         engine.generate("x", few, session_params={"id": engine.open_session(1000)})
         engine.chat([{"role": "user", "content": "Hello"}], few)
+        asyncio.run(use_async(engine))
         next(engine.generate("x", {**few, "max_new_tokens": 500}, stream=True))
         return weakref.ref(engine._client)
 

@@ -101,6 +101,8 @@ _OTHERS = {
     ]
 }
 _SEED_BITS = 30  # as SGLang draws it
+# Variables of the environment that turn a flag of ours on where no argument says otherwise.
+_ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "logprobs_ignore_temperature"}
 _FIELDS = {entry.name: entry for entry in dataclasses.fields(EngineConfig)}
 
 
@@ -145,17 +147,19 @@ class ServerArgs(EngineConfig):
         """The arguments whose flags stood on the command line."""
         return cls(**given(options, "engine"))
 
+    def others(self) -> dict[str, Any]:
+        """SGLang's names that are no fields of ours, each with what reading it gives."""
+        return {name: getattr(self, name) for name in _OTHERS if name not in SPELLINGS}
+
     def __getattr__(self, name: str) -> Any:
         """What one of SGLang's other names says of ours, or its default there: it is what is done here."""
         if name in SPELLINGS:
             return getattr(self, SPELLINGS[name])
         if name in _READ:
             return _READ[name](self)
-        row = _OTHERS.get(name)
-        if row is None or not row.neutral:
-            hint = _suggestion(name) if row is None else f" It is {row.note}."
-            raise AttributeError(f"Engine has no argument {name!r} that could be read.{hint}")
-        return copy.copy(row.neutral[0])
+        if name not in _OTHERS:
+            raise AttributeError(f"Engine has no argument {name!r}.{_suggestion(name)}")
+        return copy.copy(_OTHERS[name].neutral[0])
 
 
 # ── values of our fields ──────────────────────────────────────────────────────────────────────
@@ -291,17 +295,23 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
     """The configuration that keyword arguments of `Engine` ask for.
 
     None means "not given", and so do SGLang's own defaults for its names. `server_args` may hold a mapping
-    or an object whose attributes are arguments; keywords beside it win. Names that change nothing for us are
-    ignored with one warning per process. Raises `UnknownArgument` for a name that nobody knows,
-    `InvalidArgument` or `WrongType` for a value that cannot be served.
+    or an object whose attributes are arguments; keywords beside it win. Where neither says it,
+    `SGLANG_RETURN_ORIGINAL_LOGPROB=1` in the environment is `logprobs_ignore_temperature=True`.
+    Names that change nothing for us are ignored with one warning per process. Raises `UnknownArgument` for a
+    name that nobody knows, `InvalidArgument` or `WrongType` for a value that cannot be served.
     """
     keywords = dict(arguments)
     source = keywords.pop("server_args", None)
     with reading("server_args"):
         values: dict[str, Any] = {} if source is None else _translate(_read_server_args(source))
-    config = EngineConfig(**{**values, **_translate(keywords)})
+    config = EngineConfig(**{**_environment(), **values, **_translate(keywords)})
     _check_priorities(config)
     return config
+
+
+def _environment() -> dict[str, bool]:
+    names = {field: os.environ.get(variable, "") for variable, field in _ENVIRONMENT.items()}
+    return {field: True for field, value in names.items() if value.lower() in ("1", "true")}
 
 
 def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.control import Control, TokenizerManager, missing
+from tokenmill.frontend.event_loops import OwnLoop
 from tokenmill.frontend.facts import model_info
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.items import ItemReader
@@ -59,7 +60,8 @@ class Engine:
         template = ChatTemplate(self._tokenizer, self.config.chat_template)
         self._client = Client(self.config, self._tokenizer)
         # The client does not hold the engine, so this also runs when the engine is garbage; and at exit.
-        self._close = weakref.finalize(self, self._client.close)
+        self._own_loop = OwnLoop()
+        self._close = weakref.finalize(self, _close, self._client, self._own_loop)
         if self._tokenizer is not None:
             self._tokenizer.most_tokens = self._client.facts.max_sequence_tokens
         self._reader = InputReader.of(self.config, self._client.facts, self._tokenizer)
@@ -127,7 +129,7 @@ class Engine:
         """As `generate`, without blocking the event loop; with `stream=True` gives an async iterator."""
         media = {"image_data": image_data, "audio_data": audio_data, "video_data": video_data}
         # Tokenizing many prompts takes a while; the loop goes on meanwhile.
-        call = await asyncio.to_thread(
+        call = await self._client.threads.run(
             self._preparation.generate, prompt, sampling_params, input_ids, rid, stream, {**media, **options}
         )
         return (
@@ -272,7 +274,7 @@ class Engine:
         asked = ChatOptions(
             tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
-        call = await asyncio.to_thread(
+        call = await self._client.threads.run(
             self._preparation.chat, messages, asked, sampling_params, rid, stream, {**options}
         )
         return (
@@ -307,6 +309,11 @@ class Engine:
     def server_args(self) -> ServerArgs:
         """The arguments of this engine, by SGLang's names, too; the same as `config`."""
         return self.config
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop; where there is none, one of this engine, for `loop.run_until_complete`."""
+        return self._own_loop.get()
 
     @property
     def tokenizer_manager(self) -> TokenizerManager:
@@ -459,3 +466,8 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def _close(client: Client, loop: OwnLoop) -> None:
+    client.close()
+    loop.close()

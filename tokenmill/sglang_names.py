@@ -35,7 +35,8 @@ IGNORED: dict[str, dict[str, object]] = {
         enable_profile_cuda_graph=False, enable_cudagraph_gc=False, enable_torch_compile=False,
         enable_torch_compile_debug_mode=False, torch_compile_max_bs=32, enable_piecewise_cuda_graph=False,
         piecewise_cuda_graph_max_tokens=(None, 8192), piecewise_cuda_graph_tokens=None,
-        piecewise_cuda_graph_compiler="eager", enable_layerwise_nvtx_marker=False),
+        piecewise_cuda_graph_compiler="eager", disable_piecewise_cuda_graph=False,
+        enable_layerwise_nvtx_marker=False),
     "the engine uses kernels of its own": dict(
         decode_attention_backend=None, prefill_attention_backend=None, mm_attention_backend=None,
         sampling_backend=("flashinfer", "pytorch"), fp8_gemm_runner_backend="auto",
@@ -43,20 +44,24 @@ IGNORED: dict[str, dict[str, object]] = {
         dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="fa3", disable_flashinfer_autotune=False,
         flashinfer_mla_disable_ragged=False, triton_attention_reduce_in_fp32=False,
         triton_attention_num_kv_splits=8, triton_attention_split_tile_size=None,
-        enable_fused_qk_norm_rope=False, disable_chunked_prefix_cache=False, model_impl=("auto", "sglang")),
+        enable_fused_qk_norm_rope=False, disable_chunked_prefix_cache=False, model_impl=("auto", "sglang"),
+        fp4_gemm_runner_backend="auto", disable_flashinfer=False, disable_flashinfer_sampling=False,
+        enable_flashinfer_mla=False, enable_flashmla=False, disable_mla=False),
     "the scheduler mixes prefill and decode, and admits by real use of pages": dict(
         max_prefill_tokens=16384, prefill_max_requests=None,
         schedule_conservativeness=1.0, enable_mixed_chunk=False, num_continuous_decode_steps=1,
         enable_dynamic_chunking=False, scheduler_recv_interval=1, num_reserved_decode_tokens=512,
         radix_eviction_policy="lru", retraction_policy="length", hybrid_kvcache_ratio=None,
         swa_full_tokens_ratio=0.8, disable_hybrid_swa_memory=False, prefill_only_disable_kv_cache=False,
-        sleep_on_idle=False),
+        sleep_on_idle=False, enable_overlap_schedule=False),
     "no switch is needed; a request that uses the feature says whether it is there": dict(
+        disable_penalizer=False,
         enable_custom_logit_processor=False, enable_return_hidden_states=False,
         return_hidden_states_mode=None, enable_return_routed_experts=False, enable_streaming_session=False,
         enable_memory_saver=False, enable_weights_cpu_backup=False, enable_draft_weights_cpu_backup=False),
     "compiled grammars are kept in memory, and reasoning is not told apart yet": dict(
-        disable_outlines_disk_cache=False, enable_strict_thinking=False),
+        disable_outlines_disk_cache=False, disable_disk_cache=False, disable_jump_forward=False,
+        disable_regex_jump_forward=False, enable_strict_thinking=False),
     "weights stay on the device and are read by memory map": dict(
         cpu_offload_gb=0, offload_group_size=-1, offload_num_in_group=1, offload_prefetch_step=1,
         offload_mode="cpu", weight_loader_disable_mmap=False, delete_ckpt_after_loading=False),
@@ -78,7 +83,8 @@ IGNORED: dict[str, dict[str, object]] = {
         enable_two_batch_overlap=False, enable_single_batch_overlap=False,
         tbo_token_distribution_threshold=0.48),
     "it matters only for mixture-of-experts models": dict(
-        moe_a2a_backend="none", moe_runner_backend="auto", flashinfer_mxfp4_moe_precision="default",
+        enable_ep_moe=False, enable_deepep_moe=False, moe_a2a_backend="none", moe_runner_backend="auto",
+        flashinfer_mxfp4_moe_precision="default",
         deepep_mode="auto", deepep_config=None, ep_num_redundant_experts=0, ep_dispatch_algorithm=None,
         init_expert_location="trivial", enable_eplb=False, eplb_algorithm="auto",
         eplb_rebalance_num_iterations=1000, eplb_rebalance_layers_per_chunk=None,
@@ -121,6 +127,7 @@ IGNORED: dict[str, dict[str, object]] = {
         gc_threshold=None, decode_log_interval=40, enable_request_time_stats_logging=False,
         kv_events_config=None, enable_trace=False, otlp_traces_endpoint="localhost:4317",
         export_metrics_to_file=False, export_metrics_to_file_dir=None, enable_nan_detection=False,
+        disable_nan_detection=False,
         debug_tensor_dump_output_folder=None, debug_tensor_dump_layers=None),
     "no signal handler is needed: a failure is an exception, and one watchdog ends a stall": dict(
         soft_watchdog_timeout=(None, 300), custom_sigquit_handler=None),

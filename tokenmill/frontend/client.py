@@ -6,7 +6,6 @@ the same call object; they differ only in how they sleep.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import queue
@@ -28,6 +27,7 @@ from tokenmill.errors import (
     request_error,
 )
 from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver
+from tokenmill.frontend.event_loops import Threads
 from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
 from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.frontend.observers import open_observers
@@ -76,6 +76,7 @@ class Client:
         self.metrics = (
             Metrics(config.served_model_name or config.model_path) if config.enable_metrics else None
         )
+        self.threads = Threads()  # for calls that only their task waits for
         self._observers = open_observers(config, tokenizer, self.metrics)
         self._core: Core = start_core(config, deliver=self._deliver, died=self._died)
 
@@ -184,12 +185,12 @@ class Client:
                     if advanced := self.advance(call, wake):
                         report(advanced)
                         if call.shown:
-                            await asyncio.to_thread(self._make_shown, call)
+                            await self.threads.run(self._make_shown, call)
                     else:
                         await wake.sleep()
             if call.shape.single:
                 return self._results(call)[0]
-            return await asyncio.to_thread(self._results, call)
+            return await self.threads.run(self._results, call)
         except BaseException:
             self.drop(call)
             raise
@@ -391,6 +392,7 @@ class Client:
             flying = self._forget_all()
         _fail(flying, lambda: EngineClosed("the engine was shut down before the request was finished"))
         self._core.close()
+        self.threads.close()
 
     def _cancel(self, names: Sequence[str]) -> None:
         """Forget requests and let the core end them; what it still sends for them goes nowhere."""

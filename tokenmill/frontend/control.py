@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tokenmill.config import EngineConfig
+from tokenmill.arguments import ServerArgs
 from tokenmill.errors import (
     EngineClosed,
     EngineDead,
@@ -136,7 +136,7 @@ class Control:
             return []
         return [] if process_id == os.getpid() else [process_id]
 
-    def server_info(self, config: EngineConfig, version: str, startup_seconds: float) -> dict[str, Any]:
+    def server_info(self, config: ServerArgs, version: str, startup_seconds: float) -> dict[str, Any]:
         """See `Engine.get_server_info`."""
         try:
             state = self.state()

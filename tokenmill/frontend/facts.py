@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tokenmill.arguments import ServerArgs
 from tokenmill.config import EngineConfig
 from tokenmill.messages import EngineFacts
 
@@ -25,11 +26,12 @@ def model_info(config: EngineConfig, weight_version: str) -> dict[str, Any]:
 
 
 def server_info(
-    config: EngineConfig, facts: EngineFacts, state: Mapping[str, Any] | None, rest: Mapping[str, Any]
+    config: ServerArgs, facts: EngineFacts, state: Mapping[str, Any] | None, rest: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments, facts and load; `state` is what the core says now, None if it is closed."""
+    """Arguments by our names and SGLang's, facts, and load: `state` of the core, None if it is closed."""
     told, arguments = _fields(facts), _fields(config)
     return {
+        **config.others(),
         **arguments,
         **told,
         "status": "closed" if state is None else "ready",
@@ -37,9 +39,6 @@ def server_info(
         "served_model_name": config.served_model_name or config.model_path,
         "max_total_tokens": facts.max_total_num_tokens,
         "max_req_input_len": facts.max_sequence_tokens - 1,
-        "tp_size": 1,
-        "dp_size": 1,
-        "pp_size": 1,
         "internal_states": [] if state is None else [{**arguments, **_internal_state(told, state)}],
         **rest,
     }

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tokenmill.errors import WrongState, WrongType, request_error
+from tokenmill.frontend.event_loops import Threads
 from tokenmill.frontend.failures import returns_errors
 from tokenmill.frontend.iteration import Entry, Finished, Flow, Prepared, RowRunner
 from tokenmill.frontend.streams import LoopWake
@@ -249,8 +250,9 @@ def _gathered(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 class _AsyncItems:
     """Items of an iterable of either kind, gathered by a task, or by a thread, while others go on."""
 
-    def __init__(self, items: Any, size: int) -> None:
+    def __init__(self, items: Any, size: int, threads: Threads) -> None:
         self._size = size
+        self._threads = threads
         self._source = aiter(items) if isinstance(items, AsyncIterable) else _iterator(items)
         self._gathered: deque[Any] = deque()
         self._some = asyncio.Event()
@@ -274,7 +276,11 @@ class _AsyncItems:
     async def _fill(self) -> bool:
         """Gather a chunk; whether there may be more."""
         if isinstance(self._source, Iterator):
-            return await asyncio.to_thread(self._fill_in_thread, self._source)
+            try:
+                return await self._threads.run(self._fill_in_thread, self._source)
+            except asyncio.CancelledError:  # by `cancel`, or by the end of the loop
+                self._closed = True
+                raise
         for _ in range(self._size):
             try:
                 self._gathered.append(await anext(self._source))
@@ -309,7 +315,9 @@ class _AsyncRows:
 
     def __init__(self, flow: Flow, items: Any, read: _Reading) -> None:
         self._flow = flow
-        self._items = _AsyncItems(items, flow.chunk)
+        # One waits for items, which may take any time, while the other prepares those that came.
+        self._threads = Threads(2)
+        self._items = _AsyncItems(items, flow.chunk, self._threads)
         self._read = read
         self._reading: asyncio.Task[None] | None = None
         self._is_open = True
@@ -336,7 +344,7 @@ class _AsyncRows:
     async def _read_more(self) -> None:
         try:
             if items := await self._items.next():
-                self._flow.start(await asyncio.to_thread(self._prepare, items))
+                self._flow.start(await self._threads.run(self._prepare, items))
             else:
                 self._is_open = False
         except Exception as error:
@@ -357,6 +365,7 @@ class _AsyncRows:
     def _cancel(self) -> None:
         _cancel(self._reading)
         self._items.cancel()
+        self._threads.close()
         self._wake()
 
     async def ended(self) -> None:

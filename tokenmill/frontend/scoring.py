@@ -6,7 +6,6 @@ log-probabilities of the label tokens; all items go as one batch, so that what t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -76,7 +75,7 @@ class Scoring:
 
     async def run_async(self, *arguments: Any, **options: Any) -> ScoreResult:
         """As `run`; only the calling task waits."""
-        asked = await asyncio.to_thread(self._prepare, *arguments, **options)
+        asked = await self._client.threads.run(self._prepare, *arguments, **options)
         return _result([] if asked.call is None else await self._client.run_async(asked.call), asked)
 
     def _prepare(
