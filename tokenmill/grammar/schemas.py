@@ -6,10 +6,15 @@ What a library cannot follow is said in a file of its own: `llguidance_schemas.p
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.unions import write_as_any
+
+_log = logging.getLogger("tokenmill")
 
 # Keywords whose value maps names of the user to schemas, or holds no schema at all.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -24,11 +29,25 @@ _DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _HOUR, _BELOW_60 = "([01][0-9]|2[0-3])", "[0-5][0-9]"
 _TIME = rf"{_HOUR}:{_BELOW_60}:{_BELOW_60}(\.[0-9]+)?(Z|[+-]{_HOUR}:{_BELOW_60})"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_BASE64 = "([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?"
 _PATTERNS = {
     "date": _DATE,
     "date-time": f"{_DATE}T{_TIME}",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+    # Of OpenAPI and pydantic; RFC 4648.
+    "byte": _BASE64.format("A-Za-z0-9+/"),
+    "base64": _BASE64.format("A-Za-z0-9+/"),
+    "base64url": _BASE64.format("A-Za-z0-9_-"),
 }
+# What JSON Schema defines, so that a library which does not know it must say so. Others, as OpenAPI's and
+# pydantic's "password", are notes.
+_FORMATS = frozenset(
+    [
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4"),
+        *("ipv6", "uuid", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer"),
+        *("relative-json-pointer", "regex"),
+    ]
+)
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
 
 
@@ -50,20 +69,32 @@ def normalize(schema: Any) -> None:
     """Change a schema, in place, into one that means the same to more libraries.
 
     What allows everything is taken away: it is refused where the keyword is not known. Formats that the
-    libraries take too widely, days that no month has and numbers with zeros in front, become patterns.
+    libraries take too widely, days that no month has and numbers with zeros in front, become patterns, and
+    unions whose members exclude each other become ones that more libraries know.
     """
     for each in list(subschemas(schema)):
+        write_as_any(each, schema)
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]
-        if each.get("type") == "string" and not each.keys() & _BESIDE_FORMAT:
-            _write_format(each)
+        if isinstance(each.get("format"), str):
+            _write_format(each, each["format"])
 
 
-def _write_format(schema: dict[str, Any]) -> None:
-    name = schema.get("format")
-    if isinstance(name, str) and name in _PATTERNS:
+def _write_format(schema: dict[str, Any], name: str) -> None:
+    kind = schema.get("type")
+    if name in _PATTERNS and kind == "string" and not schema.keys() & _BESIDE_FORMAT:
         del schema["format"]
         schema["pattern"] = f"^{_PATTERNS[name]}$"
+    elif isinstance(kind, str) and kind != "string":
+        del schema["format"]  # it is about strings
+    elif name not in _FORMATS:
+        del schema["format"]
+        _tell_once(name)
+
+
+@cache
+def _tell_once(name: str) -> None:
+    _log.warning("the format %r of a JSON schema is a note: JSON Schema defines none of this name", name)
 
 
 def _whole_number(digits: str) -> int:
