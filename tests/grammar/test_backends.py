@@ -164,7 +164,45 @@ def test_limits_met_on_the_way_are_told_from_other_failures(monkeypatch: pytest.
     assert not matcher.is_too_complex
 
 
-def test_newer_form_of_tags(drawn: Drawn) -> None:
+ANY = {"type": "json_schema", "json_schema": {}}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<"], "tags": []}
+
+
+@each_backend
+def test_newer_form_of_tags(name: str, drawn: Drawn) -> None:
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each["schema"], "style": "json"},
+            "end": each["end"],
+        }
+        for each in TAG["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": TAG["triggers"], "tags": tags, "at_least_one": False}
+    text = json.dumps({"type": "structural_tag", "format": form})
+    assert drawn(name, "structural_tag", text) == drawn(name, "structural_tag", json.dumps(TAG))
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (None, "'triggered_tags' alone"),
+        ({"type": "sequence"}, "'triggered_tags' alone"),
+        (TRIGGERED | {"at_least_one": True}, "'at_least_one'"),
+        (TRIGGERED, "at least one"),
+        (TRIGGERED | {"tags": [5]}, r"tags\[0\] must have"),
+        (TRIGGERED | {"tags": [{"content": {"type": "any_text"}}]}, "type 'json_schema'"),
+        (TRIGGERED | {"tags": [{"content": ANY | {"any_order": True}}]}, "any_order"),
+        (TRIGGERED | {"tags": [{"content": ANY | {"style": "qwen_xml"}}]}, "style"),
+    ],
+)
+def test_newer_tags_that_need_xgrammar(form: Any, reason: str) -> None:
+    with pytest.raises(BadGrammar, match=reason):
+        backend("llguidance").compile(Grammar("structural_tag", json.dumps({"format": form})))
+
+
+def test_newest_tags_with_xgrammar(drawn: Drawn) -> None:
     tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "ok"}}
     assert set(drawn("xgrammar", "structural_tag", json.dumps(tag))) == {"ok"}
     with pytest.raises(BadGrammar, match="xgrammar"):

@@ -22,7 +22,7 @@ from tokenmill.grammar.llguidance_schemas import check_schema
 from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import read_schema
-from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
+from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.vocabulary import read_vocabulary
 from tokenmill.messages import BoolArray, Grammar, IntArray
 
@@ -203,7 +203,7 @@ class LlguidanceBackend:
 
     def _tags(self, text: str) -> str:
         """Free text up to a trigger, then one of the tags that begin with it, and so on."""
-        tags = read_legacy(text)
+        tags = read_tags(text)
         check_schema([tag.schema for tag in tags])
         rules = [
             "%llguidance {}",

@@ -1,4 +1,4 @@
-"""Structural tags in SGLang's first form: free text in which certain beginnings open a constrained part."""
+"""Structural tags: free text in which certain beginnings open a constrained part."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.schemas import normalize, read_json
 
+_CONTENT = ("type", "json_schema", "style")
 # Most white space between two parts of a JSON text; deep nesting with wide indents fits.
 MAX_WHITESPACE = 32
 
@@ -22,20 +23,42 @@ class Tag:
     end: str
 
 
-def read_legacy(text: str) -> list[Tag]:
-    """The tags of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. Raises `BadGrammar`."""
+def read_tags(text: str) -> list[Tag]:
+    """The tags of SGLang's first form, {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, or of
+    the newer {"type": "structural_tag", "format": ...} if it says the same. Raises `BadGrammar`."""
     document = read_json(text)
     if "structures" not in document:
-        raise BadGrammar(
-            "llguidance follows tags of the form {'structures': [...], 'triggers': [...]}; for 'format' use "
-            "grammar_backend='xgrammar'"
-        )
+        document = _first_form(document.get("format"))
     structures, triggers = document["structures"], document["triggers"]
     if not isinstance(structures, list) or not structures:
         raise BadGrammar("'structures' must be a list of at least one {'begin', 'schema', 'end'}")
     if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
         raise BadGrammar("'triggers' must be a list of strings that are not empty")
     return [_read_tag(index, structure, triggers) for index, structure in enumerate(structures)]
+
+
+def _first_form(form: Any) -> dict[str, Any]:
+    """A `triggered_tags` with JSON schemas in SGLang's first form; xgrammar defines the newer one."""
+    if not isinstance(form, dict) or form.get("type") != "triggered_tags":
+        raise BadGrammar(
+            "llguidance follows a 'format' of type 'triggered_tags' alone; for others use xgrammar"
+        )
+    if extra := [key for key in form if key not in ("type", "triggers", "tags") and form[key]]:
+        raise BadGrammar(f"llguidance does not follow {extra[0]!r} of 'triggered_tags'; use xgrammar")
+    tags = form.get("tags")
+    structures = [_structure(index, tag) for index, tag in enumerate(tags if isinstance(tags, list) else ())]
+    return {"structures": structures, "triggers": form.get("triggers")}
+
+
+def _structure(index: int, tag: Any) -> dict[str, Any]:
+    content = tag.get("content") if isinstance(tag, dict) else None
+    if not isinstance(content, dict) or content.get("type") != "json_schema" or "json_schema" not in content:
+        raise BadGrammar(f"tags[{index}] must have a 'content' of type 'json_schema'; others need xgrammar")
+    if extra := [key for key in content if key not in _CONTENT and content[key]]:
+        raise BadGrammar(f"tags[{index}]: llguidance does not follow {extra[0]!r} of 'content'; use xgrammar")
+    if content.get("style", "json") != "json":
+        raise BadGrammar(f"tags[{index}]: llguidance writes schemas in the style 'json' alone; use xgrammar")
+    return {**tag, "schema": content["json_schema"]}
 
 
 def _read_tag(index: int, structure: Any, triggers: list[str]) -> Tag:

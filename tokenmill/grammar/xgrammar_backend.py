@@ -16,7 +16,7 @@ from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import ebnf_of
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import normalize, read_json, read_schema
-from tokenmill.grammar.tags import MAX_WHITESPACE, read_legacy
+from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.grammar.xgrammar_schemas import check_schema
 from tokenmill.messages import BoolArray, Grammar, IntArray
@@ -207,7 +207,7 @@ def _new_form(text: str) -> Any:
     document = read_json(text)
     if "structures" not in document:
         return document
-    structures = read_legacy(text)
+    structures = read_tags(text)
     tags = [
         {
             "type": "tag",
