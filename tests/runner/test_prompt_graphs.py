@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(
     transformers_greedy: Callable[..., list[int]],
     graphs_on_the_cpu: Calls,
 ) -> None:
-    folder, lengths, shared = make_model("qwen3", num_hidden_layers=2), [3, 2, 3, 3, 1, 2], 18
+    folder, lengths, shared = make_model("qwen3", num_hidden_layers=1), [3, 2, 3, 3, 1, 2], 18
     rows = generate(folder, prompts(shared), lengths)
     assert rows == [
         transformers_greedy(folder, prompt, length)
@@ -124,7 +124,7 @@ def test_long_steps_give_the_tokens_of_transformers(
     monkeypatch.setattr(prompt_graphs, "_DECODES_OF_LONG", (0, 8))
     monkeypatch.setattr(prompt_graphs, "_PROMPTS_OF_LONG", (8, 16))
     monkeypatch.setattr(triton_backend, "MANY_TOKENS", 1)
-    folder, lengths = make_model("qwen3", num_hidden_layers=2), [3, 2, 4, 3, 1, 2]
+    folder, lengths = make_model("qwen3", num_hidden_layers=1), [3, 2, 4, 3, 1, 2]
     assert generate(folder, prompts(6), lengths) == [
         transformers_greedy(folder, prompt, length)
         for prompt, length in zip(prompts(6), lengths, strict=True)
@@ -160,7 +160,7 @@ def test_rows_with_extras_get_what_plain_steps_give_them(
     def run(**settings: Any) -> list[Any]:
         arguments = {"chunked_prefill_size": 12, "max_running_requests": 4, "dtype": "float32"}
         greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3}
-        folder = make_model("qwen3", num_hidden_layers=2)
+        folder = make_model("qwen3", num_hidden_layers=1)
         with sgl.Engine(model_path=str(folder), device="cpu", **arguments, **settings) as engine:
             results = engine.generate(
                 input_ids=prompts(),
