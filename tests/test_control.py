@@ -340,6 +340,17 @@ def test_what_users_reach_as_tokenizer_manager(llm: sgl.Engine) -> None:
 
     asyncio.run(pause())
 
+    async def release() -> None:
+        assert (await manager.flush_cache()).success
+        await manager.release_memory_occupation(type("Request", (), {"tags": ["kv_cache"]})(), None)
+        assert llm.get_server_info()["internal_states"][0]["released"] == ["kv_cache"]
+        await manager.resume_memory_occupation(None, None)
+        assert llm.get_server_info()["internal_states"][0]["released"] == []
+
+    asyncio.run(release())
+    assert manager.model_path == manager.served_model_name == llm.server_args.model_path
+    assert manager.is_generation
+
 
 def test_freeze_gc(llm: sgl.Engine) -> None:
     try:

@@ -282,6 +282,24 @@ def test_the_first_error_is_raised_on_demand(engine: sgl.Engine, cores: list[Any
         asyncio.run(collected(engine.iter(["a", 5], on_error="raise")))
 
 
+def test_tables_are_refused_with_what_gives_their_rows(engine: sgl.Engine) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"prompt": ["ab", "c"]})
+    for items in (table, table["prompt"], table["prompt"].chunk(0), table.to_batches()[0]):
+        with pytest.raises(sgl.WrongType, match=rf"a {type(items).__name__}, .* to_pylist\(\)"):
+            engine.iter(items)
+        rows = engine.iter(items.to_pylist(), order="input")
+        assert [row["text"] for row in rows] == ["ab", "c"]
+
+    class DataFrame(list[str]):
+        """As in pandas: its items are the names of columns."""
+
+        iterrows = None
+
+    with pytest.raises(sgl.WrongType, match=r"a DataFrame, .* to_dict"):
+        engine.iter(DataFrame(["prompt"]))
+
+
 def test_what_holds_for_all_is_refused_at_once(engine: sgl.Engine) -> None:
     items = Counted(["a"])
     for arguments, words in (

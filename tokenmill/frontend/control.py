@@ -354,6 +354,9 @@ class Served(Protocol):
     def abort(self, rid: str = "", abort_all: bool = False) -> None: ...
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None: ...
     def continue_generation(self) -> None: ...
+    def flush_cache(self) -> FlushResult: ...
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None: ...
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +404,21 @@ class TokenizerManager:
         """Tokens of the longest sequence."""
         return self.model_config.context_len
 
+    @property
+    def model_path(self) -> str:
+        """The engine's argument."""
+        return str(self.server_args.model_path)
+
+    @property
+    def served_model_name(self) -> str:
+        """The engine's argument, or its model's path."""
+        return str(self.server_args.served_model_name or self.model_path)
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model writes text."""
+        return self.model_config.is_generation
+
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """See `Engine.abort`."""
         self._engine.abort(rid, abort_all)
@@ -414,3 +432,20 @@ class TokenizerManager:
     async def continue_generation(self, request: Any = None) -> None:
         """See `Engine.continue_generation`."""
         self._engine.continue_generation()
+
+    async def flush_cache(self) -> FlushResult:
+        """See `Engine.flush_cache`."""
+        return self._engine.flush_cache()
+
+    async def release_memory_occupation(self, request: Any = None, _http_request: Any = None) -> None:
+        """See `Engine.release_memory_occupation`; `request` has `tags`, or is None for all of them."""
+        self._engine.release_memory_occupation(_tags_of(request))
+
+    async def resume_memory_occupation(self, request: Any = None, _http_request: Any = None) -> None:
+        """See `Engine.resume_memory_occupation`; `request` as for releasing."""
+        self._engine.resume_memory_occupation(_tags_of(request))
+
+
+def _tags_of(request: Any) -> Any:
+    with reading("request"):
+        return getattr(request, "tags", request)

@@ -197,10 +197,24 @@ class _Reading:
 # ── from items to chunks ──────────────────────────────────────────────────────────────────────
 
 
+# How tables of pandas, polars and Arrow are known, and what gives their rows.
+_OF_TABLES = {
+    "iterrows": "to_dict('records')",
+    "iter_rows": "iter_rows(named=True)",
+    "to_pylist": "to_pylist()",
+}
+
+
 def _checked(items: Any) -> Any:
     """Something to iterate over that is no single prompt. Raises `WrongType`."""
     if isinstance(items, str | bytes | Mapping):
         raise WrongType(f"prompts must be an iterable of prompts, got {show(items)}; give a list of it")
+    for method, remedy in _OF_TABLES.items():
+        if hasattr(items, method):
+            name = type(items).__name__
+            raise WrongType(
+                f"prompts is a {name}, whose items are no prompts; give its {remedy}, or a column's"
+            )
     if isinstance(items, Iterable | AsyncIterable) or _is_indexed(items):
         return items
     raise WrongType(f"prompts must be an iterable of prompts, got {show(items)}")
