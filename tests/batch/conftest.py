@@ -101,9 +101,9 @@ def summary(
     for number in range(900):
         clock.now += 1 / 15
         if number % 100 == 7:
-            row = failure("too_long" if number % 200 == 7 else "timeout", f"row {number}")
+            row = failure("too_long" if number % 200 == 7 else "timeout", f"message {number}")
             figures.finished([row])
-            figures.failed([row["error"]])
+            figures.failed(number, [row["error"]])
         else:
             prompt = int(draw.lognormvariate(5, 0.8)) + 1
             output = int(draw.lognormvariate(4, 1)) + 1

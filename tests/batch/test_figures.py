@@ -18,9 +18,9 @@ pytestmark = pytest.mark.unit
 Make = Callable[..., dict[str, Any]]
 
 
-def fail(figures: Figures, row: dict[str, Any]) -> None:
+def fail(figures: Figures, index: int, row: dict[str, Any]) -> None:
     figures.finished([row])
-    figures.failed([row["error"]])
+    figures.failed(index, [row["error"]])
 
 
 def test_a_summary_adds_up_and_is_json(clock: Any, result: Make, failure: Make) -> None:
@@ -30,7 +30,7 @@ def test_a_summary_adds_up_and_is_json(clock: Any, result: Make, failure: Make) 
     figures.duplicate(1)
     clock.now += 1
     figures.finished([result(10, 4, cached=8), result(10, 6, cached=8)])
-    fail(figures, failure("too_long", "row 3 is too long"))
+    fail(figures, 3, failure("too_long", "a prompt is too long"))
     clock.now += 1
     figures.finished([result(30, 5)])
     summary = json.loads(json.dumps(figures.summary()))
@@ -42,7 +42,9 @@ def test_a_summary_adds_up_and_is_json(clock: Any, result: Make, failure: Make) 
     assert summary["cached_share"] == pytest.approx(0.32)
     assert summary["seconds"] == 2
     assert summary["throughput"]["output_tokens_per_second"] == pytest.approx(7.5)
-    assert summary["errors"] == [{"type": "too_long", "count": 1, "examples": ["row 3 is too long"]}]
+    assert summary["errors"] == [
+        {"type": "too_long", "count": 1, "examples": ["row 3: a prompt is too long"]}
+    ]
     assert summary["finish_reasons"] == {"length": 3}
     assert summary["output_length"]["count"] == 3
     assert (summary["output_length"]["min"], summary["output_length"]["max"]) == (4, 6)
@@ -117,7 +119,7 @@ def test_memory_does_not_grow_with_rows_or_errors(clock: Any, result: Make, fail
     for number in range(10_000):
         clock.now += 0.7
         figures.finished([result(number % 900, number % 333, latency=number / 100)])
-        fail(figures, failure("internal", f"message {number} " + "x" * 100_000))
+        fail(figures, number, failure("internal", f"message {number} " + "x" * 100_000))
         if number % 5000 == 4999:
             sizes.append(len(json.dumps(figures.summary())))
     assert sizes[1] < 40_000

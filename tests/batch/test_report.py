@@ -64,7 +64,7 @@ def test_the_page_says_what_the_summary_says(show: Any, summary: dict[str, Any])
     assert tiles["idle"] == f"{summary['idle_share']:.1%}"
     assert texts(browser, "#error-types .label") == ["too_long", "timeout"]
     assert texts(browser, "#error-types .count") == ["5", "4"]
-    assert texts(browser, ".examples code")[:3] == ["row 7", "row 207", "row 407"]
+    assert texts(browser, ".examples code")[:3] == [f"row {row}: message {row}" for row in (7, 207, 407)]
     plan = texts(browser, "#predicted-and-actual td")
     assert plan[:2] == ["90,000", f"{tokens['output']:,}"]
     assert texts(browser, "#the-job td") == ["in.jsonl", "tiny", "0.5"]

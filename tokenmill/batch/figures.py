@@ -216,12 +216,12 @@ class Figures:
             self._noted_rows += is_row
             self._rows["computed"] += is_row
 
-    def failed(self, errors: Sequence[Mapping[str, Any]]) -> None:
+    def failed(self, index: int, errors: Sequence[Mapping[str, Any]]) -> None:
         """A row is complete, and has these errors, one for each sample that has one."""
         with self._lock:
             self._rows["failed"] += 1
             for error in errors:
-                self._take_error(error)
+                self._take_error(index, error)
 
     def _count(self) -> None:
         """Count the samples that were noted; before anything of them is looked at, with the lock held."""
@@ -241,14 +241,14 @@ class Figures:
         self._latency.add([latency for latency in latencies if latency is not None])
         self._noted, self._noted_rows = [], 0
 
-    def _take_error(self, error: Mapping[str, Any]) -> None:
+    def _take_error(self, index: int, error: Mapping[str, Any]) -> None:
         self._num_errors += 1
-        kind = self._errors.setdefault(str(error["type"]), {"count": 0, "examples": []})
+        kind = self._errors.setdefault(str(error["type"]), {"count": 0, "examples": {}})
         kind["count"] += 1
         message = str(error["message"])
         short = message if len(message) <= _LONGEST_EXAMPLE else f"{message[:_LONGEST_EXAMPLE]}..."
-        if len(kind["examples"]) < _MAX_EXAMPLES and short not in kind["examples"]:
-            kind["examples"].append(short)
+        if len(kind["examples"]) < _MAX_EXAMPLES:
+            kind["examples"].setdefault(short, index)
 
     def watched(self, *, idle_seconds: float, busy_seconds: float) -> None:
         """What the core has measured of its device since it started; one that is replaced begins anew."""
@@ -334,7 +334,13 @@ class Figures:
                 },
                 "finish_reasons": dict(sorted(self._finish_reasons.items())),
                 "errors": [
-                    {"type": kind, "count": each["count"], "examples": list(each["examples"])}
+                    {
+                        "type": kind,
+                        "count": each["count"],
+                        "examples": [
+                            f"row {index}: {message}" for message, index in each["examples"].items()
+                        ],
+                    }
                     for kind, each in by_count
                 ],
                 "latency_seconds": self._latency.to_dict(),

@@ -189,7 +189,7 @@ class Work:
 
     def _write(self, record: Record, results: Sequence[dict[str, Any]]) -> None:
         if errors := [result["error"] for result in results if result.get("error")]:
-            self._figures.failed(errors)
+            self._figures.failed(record.index, errors)
         line, error_line = self._form.line(record, results)
         if line is not None:
             self._output.add(record.index, line)
