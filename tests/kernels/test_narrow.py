@@ -60,6 +60,17 @@ def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
         assert torch.equal(weight.product(rows[start:stop], None), together[start:stop]), (start, stop)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 6, 40])
+def test_long_sums_are_as_exact_as_those_of_torch(num_rows: int) -> None:
+    weight, x = numbers(64, 14_336, dtype=torch.float32), torch.randn(num_rows, 14_336)
+    exact = x.double() @ weight.double().T
+
+    def error(found: torch.Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    assert error(kept(weight).product(x, None)) < 2 * error(x @ weight.T)
+
+
 def test_rows_of_a_wider_tensor() -> None:
     weight = numbers(40, 24, dtype=torch.float32)
     wide = torch.randn(9, 60)

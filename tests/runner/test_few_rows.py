@@ -143,6 +143,18 @@ def test_memory_given_back_and_taken_again(make_model: Make) -> None:
         assert told(llm.generate(**arguments(12))) == before
 
 
+@pytest.mark.skipif(packed.has_bfloat16(), reason="oneDNN computes with what others are packed for here")
+def test_steps_are_recorded_again_after_weights_that_cannot_be(make_model: Make, replays: list[bool]) -> None:
+    """Numbers of float32 are oneDNN's, which is not recorded."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    with engine(make_model("llama", dtype="bfloat16", **SIZES), dtype="float32") as llm:
+        for weight, is_recorded in ((torch.rand(768, 832), False), (torch.ones(768, 832), True)):
+            assert llm.update_weights_from_tensor([(name, weight)])[0]
+            replays.clear()
+            llm.generate(**arguments(8))
+            assert any(replays) is is_recorded
+
+
 def test_a_model_that_cannot_be_recorded_runs_as_ever(make_model: Make, replays: list[bool]) -> None:
     """Products with weights of float32 are oneDNN's, and small ones of bfloat16, where it has these."""
     small = {"dtype": "bfloat16"} if packed.has_bfloat16() else {"dtype": "float32"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 import shutil
@@ -230,6 +231,13 @@ def test_tensors_for_a_tied_model(make_model: Make, tmp_path: Path) -> None:
         assert tokens(llm) == fresh(new)
 
 
+def freed() -> torch.Tensor:
+    """What is left of a parameter whose numbers were given back, as by FSDP."""
+    tensor = torch.zeros(64)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -238,6 +246,11 @@ def test_tensors_for_a_tied_model(make_model: Make, tmp_path: Path) -> None:
         ([("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(128, 64))], "qkv_proj"),
         ([("model.norm.weight", torch.zeros(64, dtype=torch.int8))], "int8"),
         ([("model.norm.weight", "zeros")], "not a tensor"),
+        (
+            [(EMBEDDING, torch.zeros(100, 64)), ("model.norm.weight", torch.zeros(64, device="meta"))],
+            "no numbers",
+        ),
+        ([(EMBEDDING, torch.zeros(100, 64)), ("model.norm.weight", freed())], "no numbers"),
     ],
 )
 def test_tensors_that_do_not_fit_change_nothing(llm: sgl.Engine, given: Any, expected: str) -> None:
@@ -293,6 +306,20 @@ def test_the_cache_stays_if_the_caller_wants_it(llm: sgl.Engine) -> None:
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_weight_is_left_of_what_was_replaced_or_read(folders: tuple[Path, Path], dtype: str) -> None:
+    def num_parameters() -> int:
+        gc.collect()
+        return sum(type(thing) is torch.nn.Parameter for thing in gc.get_objects())
+
+    with engine(folders[0], dtype=dtype) as llm:
+        before = num_parameters()
+        assert llm.get_weights_by_name(STACKED) is not None
+        assert llm.update_weights_from_disk(str(folders[1]))[0]
+        assert llm.update_weights_from_tensor([(STACKED, torch.zeros(32, 64))])[0]
+        assert num_parameters() == before
 
 
 @pytest.mark.parametrize("core_process", [False, True])

@@ -391,11 +391,7 @@ static inline __attribute__((always_inline)) void add_products(const struct prod
     const long x_stride = a->num_inputs, column_stride = a->padded_inputs * WIDTH / 2;
     struct block block;
 #pragma GCC unroll 6
-    for (int i = 0; i < num_rows * num_columns; i++) {
-        const float *place = sums + i % num_rows * stride + i / num_rows * WIDTH;
-        block.left[i] = *(const unaligned_floats *)place;
-        block.right[i] = *(const unaligned_floats *)(place + LANES);
-    }
+    for (int i = 0; i < num_rows * num_columns; i++) block.left[i] = block.right[i] = (floats){0};
     for (long i = 0; i < num_inputs; i += 2, weights += WIDTH) {
 #pragma GCC unroll 4
         for (int c = 0; c < num_columns; c++) {
@@ -410,8 +406,8 @@ static inline __attribute__((always_inline)) void add_products(const struct prod
 #pragma GCC unroll 6
     for (int i = 0; i < num_rows * num_columns; i++) {
         float *place = sums + i % num_rows * stride + i / num_rows * WIDTH;
-        *(unaligned_floats *)place = block.left[i];
-        *(unaligned_floats *)(place + LANES) = block.right[i];
+        *(unaligned_floats *)place += block.left[i];
+        *(unaligned_floats *)(place + LANES) += block.right[i];
     }
 }
 
@@ -445,9 +441,11 @@ static long num_columns(const struct product *a) { return (a->num_outputs + WIDT
 static void multiply_block(const struct product *a, long column, long end_column) {
     float sums[BLOCK_ROWS * GROUP_COLUMNS * WIDTH] = {0};
     const long stride = (end_column - column) * WIDTH;
-    for (long c = column; c < end_column;)
-        c += add_block(a, a->x, a->weight + c * a->padded_inputs * WIDTH, a->num_inputs, sums + (c - column) * WIDTH,
-                       stride, a->num_rows, end_column - c);
+    for (long c = column, taken; c < end_column; c += taken)
+        for (long i = 0; i < a->num_inputs; i += CHUNK_INPUTS)
+            taken = add_block(a, (const float *)a->x + i, a->weight + (c * a->padded_inputs + i) * WIDTH,
+                              smaller(CHUNK_INPUTS, a->num_inputs - i), sums + (c - column) * WIDTH, stride,
+                              a->num_rows, end_column - c);
     for (long row = 0; row < a->num_rows; row++) write_outputs(a, sums + row * stride, row, column * WIDTH, stride);
 }
 
@@ -487,8 +485,8 @@ static void multiply_group(const void *arguments, long unit) {
 /* The width of columns for `product_of_floats`; 0 where there is none. */
 long width_for_floats(void) { return WIDTH; }
 
-/* x W^T + b of any number of rows. Sums are made in the order of the inputs, so a row gets the same bits among
-   any others. */
+/* x W^T + b of any number of rows. Inputs are summed up in order within chunks, and the chunks in order, so a row
+   gets the same bits among any others, and long sums stay exact. */
 void product_of_floats(const struct product *a) {
     share(multiply_group, a, num_column_groups(a) * ((num_blocks(a) + GROUP_BLOCKS - 1) / GROUP_BLOCKS), 1);
 }

@@ -159,6 +159,9 @@ class PackedLinear(nn.Module):
         return plain
 
 
+_LINEARS = (Linear, TiedLinear, PackedLinear)
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine multiplies packed weights of the dtype (and gains by it)."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -173,8 +176,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def pack_linears(model: nn.Module) -> None:
     """Replace every `Linear` and `TiedLinear` below `model` by its packed form, one after the other, so
     that at most one weight exists twice at a time (that of a tied one stays: it is also looked up)."""
-    for parent in list(model.modules()):
+    for parent in parents(model):
         pack_children(parent)
+
+
+def parents(model: nn.Module) -> list[nn.Module]:
+    """What linears hang below. The linears themselves are not in the list, which would keep them alive."""
+    return [module for module in model.modules() if not isinstance(module, _LINEARS)]
 
 
 def pack_children(parent: nn.Module) -> None:

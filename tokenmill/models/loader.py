@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from tokenmill.errors import InvalidArgument
-from tokenmill.layers.linear import can_pack, pack_children, pack_linears, unpack_children
+from tokenmill.layers.linear import can_pack, pack_children, pack_linears, parents, unpack_children
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.models.checkpoint import Checkpoint, TensorSource, open_checkpoint
 from tokenmill.models.model import Model
@@ -200,16 +200,20 @@ def _listed(names: Iterable[str], *, limit: int = 5) -> str:
 
 
 @contextmanager
-def open_slots(model: Model, names: Iterable[str] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Where the tensors of these names (None: all) lie, to be read or copied into inside the block.
+def open_slots(
+    model: Model, names: Iterable[str] | None = None
+) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    """Where the tensors of these names (None: all) lie, to be read or copied into inside the block, and
+    whether they were packed for a CPU: they are unpacked meanwhile.
 
-    What is packed for a CPU is unpacked meanwhile. Names that the model does not have are not in the result.
+    Names that the model does not have are not in the result. Whoever packs some of it again in the block
+    clears the dict before.
     """
     network = cast(nn.Module, model)
-    parents = list(network.modules()) if names is None else _parents(network, names)
-    packed = [parent for parent in parents if unpack_children(parent)]
+    opened = parents(network) if names is None else _parents(network, names)
+    packed = [parent for parent in opened if unpack_children(parent)]
     try:
-        yield model.weight_slots()
+        yield dict(model.weight_slots()), bool(packed)
     finally:
         for parent in packed:
             pack_children(parent)
@@ -221,11 +225,13 @@ def update_weights(model: Model, spec: ModelSpec, source: TensorSource, *, parti
     `partial`: the source need not have all of them. Raises `InvalidArgument`, with nothing changed, where
     a tensor is missing, unknown, or does not fit.
     """
-    with open_slots(model, source.names if partial else None) as slots:
+    with open_slots(model, source.names if partial else None) as (slots, is_packed):
         spec = dataclasses.replace(spec, tied_embeddings=_HEAD not in slots)
         _check_tie(slots, source)
         wanted = {name: slot for name, slot in slots.items() if not partial or name in source.names}
-        _fill(wanted, source, spec, progress=False)
+        slots.clear()
+        filled = _Packing(cast(nn.Module, model), wanted).filled if is_packed else None
+        _fill(wanted, source, spec, progress=False, filled=filled)
 
 
 def _parents(network: nn.Module, names: Iterable[str]) -> list[nn.Module]:

@@ -40,11 +40,11 @@ class FewRows:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._most_rows = _MOST_ROWS
         self.forget()
 
     def forget(self) -> None:
-        """Weights, keys or values lie, or will lie, elsewhere: what was recorded is void."""
+        """Weights, keys or values lie, or will lie, elsewhere: what was or could not be recorded is void."""
+        self._most_rows = _MOST_ROWS
         self._memory = TapeMemory()
         self._recorded: dict[int, _Recorded] = {}  # by number of rows
 

@@ -82,7 +82,6 @@ class LocalRunner:
         placement = place(config, spec)
         with torch.inference_mode():
             model, placement, step_bytes = load(folder, spec, config, placement, clock)
-            weights = list(model.parameters())
             self._weights = Weights(model, spec, config)
             self._executor, size = build_executor(
                 model, spec, step_bytes=step_bytes, config=config, placement=placement
@@ -100,7 +99,10 @@ class LocalRunner:
             )
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
-        self._open_graphs = partial(_graphs, self._executor, self._rows, placement, weights, spec.vocab_size)
+        num_parameters = self._weights.num_parameters
+        self._open_graphs = partial(
+            _graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size
+        )
         self._graphs = self._open_graphs()
         self._profiler = Profiler(placement.device)
         self._calls: dict[str, Callable[..., Any]] = {
@@ -121,7 +123,7 @@ class LocalRunner:
         self._launched: _Launched | None = None
         self._in_flight: deque[Results] = deque()
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
-        self.facts = _facts(config, spec, placement, size, weights, clock.seconds)
+        self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
 
     def launch(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step; nothing is waited for."""
@@ -343,13 +345,13 @@ def _part(plan: StepPlan, sampled: Sampled) -> DrawnPart:
 
 
 def _graphs(
-    executor: Executor, rows: Rows, placement: Placement, weights: list[torch.Tensor], vocab_size: int
+    executor: Executor, rows: Rows, placement: Placement, num_parameters: int, vocab_size: int
 ) -> _Graphs | None:
     if not placement.cuda_graphs:
         return None
     recorder = Recorder(placement.device)
     most_rows = placement.max_running_requests
-    seconds = row_seconds(sum(weight.numel() for weight in weights))
+    seconds = row_seconds(num_parameters)
     return _Graphs(
         DecodeGraphs(executor, rows, policy=CapturePolicy(most_rows, row_seconds=seconds), recorder=recorder),
         PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
@@ -363,7 +365,7 @@ def _facts(
     spec: ModelSpec,
     placement: Placement,
     size: PoolSize,
-    weights: list[torch.Tensor],
+    weights: Weights,
     seconds: float,
 ) -> EngineFacts:
     return EngineFacts(
@@ -375,7 +377,7 @@ def _facts(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         num_layers=spec.num_layers,
-        num_parameters=sum(weight.numel() for weight in weights),
+        num_parameters=weights.num_parameters,
         context_length=spec.context_length,
         max_sequence_tokens=min(spec.context_length, size.num_pages * config.page_size),
         max_total_num_tokens=size.num_pages * config.page_size,
@@ -384,7 +386,7 @@ def _facts(
         max_step_tokens=placement.max_step_tokens,
         steps_in_flight=placement.steps_in_flight,
         eos_token_ids=spec.eos_token_ids,
-        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+        weight_bytes=weights.num_bytes,
         cache_bytes=size.num_bytes,
         load_seconds=seconds,
     )

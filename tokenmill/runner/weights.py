@@ -29,6 +29,9 @@ class Weights:
         self._model = model
         self._spec = spec
         self._config = config
+        # As they were loaded; each is another tensor whenever it is packed anew.
+        self.num_parameters = sum(weight.numel() for weight in model.parameters())
+        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # a weight, and where its numbers are
 
     @torch.inference_mode()
@@ -51,7 +54,7 @@ class Weights:
     @torch.inference_mode()
     def read(self, *, tensor_name: str, truncate_size: int) -> list[Any] | None:
         """The first rows of a tensor, by its name in checkpoints, as numbers; None: there is none."""
-        with open_slots(self._model, [tensor_name]) as slots:
+        with open_slots(self._model, [tensor_name]) as (slots, _):
             slot = slots.get(tensor_name)
             if slot is None and tensor_name == _HEAD:  # it is the embedding
                 slot = slots.get(_EMBEDDING)
@@ -100,6 +103,18 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
         if not isinstance(value, list | tuple) and not hasattr(value, "shape"):
             raise TypeError(f"it is of type {type(value).__name__}")
-        return torch.as_tensor(value).detach().as_subclass(torch.Tensor)
+        tensor = torch.as_tensor(value).detach().as_subclass(torch.Tensor)
     except BaseException as error:  # an object that only looks like a tensor may raise anything
         raise InvalidArgument(f"{name} is not a tensor: {told(error)}") from None
+    if tensor.layout == torch.strided and (tensor.is_meta or _is_freed(tensor)):
+        raise InvalidArgument(f"{name} has no numbers: it is on the device 'meta', or its memory was freed")
+    return tensor
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the storage ends before the tensor does."""
+    if not tensor.numel():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    num_items = tensor.storage_offset() + last + 1
+    return num_items * tensor.element_size() > tensor.untyped_storage().nbytes()
