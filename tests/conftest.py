@@ -38,6 +38,23 @@ _SIZES = {
 }
 
 
+# Files that take longest come first, so that no processor is left alone with one of them at the end.
+_LONGEST = (
+    "test_kills",
+    "test_hostile_calls",
+    "test_readme",
+    "test_seeds",
+    "test_paths_agree",
+    "test_linear",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; tests of a file stay as they are."""
+    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_log_level() -> None:
     """An engine sets the level of the logger that all engines share; no test inherits another's."""

@@ -288,9 +288,8 @@ def test_no_log_lines_by_default(llm: sgl.Engine, caplog: pytest.LogCaptureFixtu
 def test_log_lines_reach_standard_error_of_a_program_without_logging(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = logging.getLogger("tokenmill.requests")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("tokenmill"), "handlers", [])
     with sgl.Engine(device="cpu", log_requests=True) as engine:
         list(engine.generate(PROMPT, SHORT, stream=True, rid="streamed"))
     lines = capsys.readouterr().err.splitlines()

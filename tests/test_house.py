@@ -27,7 +27,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
-GROUND |= {"cache_folder", "frozen", "garbage", "imports"}
+GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -87,6 +87,7 @@ GRANTS: dict[str, set[str]] = {
     "frozen": set(),
     "garbage": set(),
     "imports": set(),
+    "logs": set(),
     "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
@@ -113,6 +114,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "frozen": set(),
     "garbage": set(),
     "imports": {"cache_folder", "garbage"},
+    "logs": set(),
 }
 
 # Below the line: the mill, the model, and the kernels.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
+from tokenmill import logs
 from tokenmill.arguments import ServerArgs
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
@@ -55,7 +55,7 @@ class Engine:
             arguments["model_path"] = model_path
         began = time.perf_counter()
         self.config = ServerArgs(**arguments)
-        logging.getLogger("tokenmill").setLevel(self.config.log_level.upper())
+        logs.set_level(self.config.log_level)
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
         template = ChatTemplate(self._tokenizer, self.config.chat_template)
         self._client = Client(self.config, self._tokenizer)

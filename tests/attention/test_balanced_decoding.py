@@ -78,7 +78,7 @@ def test_heads_and_dtypes(
 ) -> None:
     counts = balanced(3 * kv_heads)
     spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
-    rows = [(1, 1), (1, 170), (1, 33), (5, 5), (3, 20)]
+    rows = [(1, 1), (1, 100), (1, 33), (5, 5)]
     assert error(ragged, triton_device, spec, rows, dtype=dtype) < LIMITS[dtype]
     assert len(counts) == 2
 
@@ -87,10 +87,10 @@ def test_heads_and_dtypes(
 @pytest.mark.parametrize(
     "lengths",
     [
-        pytest.param([1000], id="one row in all runs"),
+        pytest.param([500], id="one row in all runs"),
         pytest.param([64, 128, 32], id="whole tiles"),
         pytest.param([1, 1, 1], id="fewer tiles than runs"),
-        pytest.param([1, 700, 1, 90, 33, 32, 31], id="long beside short"),
+        pytest.param([1, 300, 1, 90, 33, 32, 31], id="long beside short"),
     ],
 )
 def test_runs_that_cut_rows(
@@ -125,7 +125,7 @@ def test_a_row_of_nan_stays_alone(
 
 
 @settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

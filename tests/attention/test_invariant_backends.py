@@ -37,9 +37,9 @@ def make(name: str, spec: AttentionSpec, step: SimpleNamespace, page_size: int) 
 
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(7, 1, 64), (2, 2, 80), (4, 2, 20), (2, 1, 128), (1, 1, 256)]
+    ("heads", "kv_heads", "head_dim", "window"),
+    [(7, 1, 64, None), (2, 2, 80, 50), (4, 2, 20, None), (2, 1, 128, 50), (1, 1, 256, None)],
 )
-@pytest.mark.parametrize("window", [None, 50])
 def test_mixed_rows_on_a_gpu(
     ragged: SimpleNamespace,
     triton_device: str,

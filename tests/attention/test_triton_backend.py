@@ -125,9 +125,9 @@ def test_caches_with_heads_before_tokens(ragged: SimpleNamespace, triton_device:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(7, 1, 64), (4, 2, 128), (3, 1, 80), (2, 1, 256)]
+    ("heads", "kv_heads", "head_dim", "window"),
+    [(7, 1, 64, None), (4, 2, 128, 90), (3, 1, 80, 90), (2, 1, 256, None), (2, 1, 64, 90)],
 )
-@pytest.mark.parametrize("window", [None, 90])
 def test_prompts_of_several_tiles(
     ragged: SimpleNamespace,
     triton_device: str,

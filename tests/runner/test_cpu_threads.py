@@ -161,8 +161,7 @@ with sgl.Engine(model_path="tiny", device="cpu") as engine:
     stream = engine.generate("Once", {"max_new_tokens": 1000, "ignore_eos": True}, stream=True)
     next(stream)
     assert settled(resting + 1) == resting + 1, "the engine's worker alone"
-    for _ in stream:
-        pass
+    stream.close()
     assert settled(resting) == resting, "and none when it rests"
     assert (torch.ones(500, 500) @ torch.ones(500, 500)).eq(500).all()
     assert engine.generate("Once", {"max_new_tokens": 4})["meta_info"]["completion_tokens"] == 4

@@ -77,8 +77,10 @@ def call_by_call(
             return llm.generate(**given)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, "bfloat16") for family in FAMILIES), ("llama", "float32"), ("qwen3", "float32")],
+)
 def test_tokens_and_logprobs_are_those_of_the_calls(
     family: str, dtype: str, make_model: Make, monkeypatch: pytest.MonkeyPatch, replays: list[bool]
 ) -> None:

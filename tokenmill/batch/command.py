@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from tokenmill import logs
 from tokenmill.batch.config import JobConfig
 from tokenmill.flags import add_engine_flags, add_flags, add_sampling_flags, given
 
@@ -72,6 +74,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan:
         print(job.plan())
         return EXIT_OK
+    if "log_level" not in given(options, "engine"):
+        logging.getLogger("tokenmill.batch").setLevel(logging.INFO)  # how far the job is
+    logs.show()
     code = EXIT_OK
     with _signals():
         try:

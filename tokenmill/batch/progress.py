@@ -17,7 +17,7 @@ from typing import Self, TextIO
 from tokenmill.batch.figures import Figures, Snapshot
 from tokenmill.frontend.progress import standard_error
 
-_log = logging.getLogger("tokenmill")
+_log = logging.getLogger("tokenmill.batch")
 
 _QUIET_SECONDS = 2.0  # a job that ends sooner shows nothing
 _LINE_SECONDS = 0.5  # between two looks

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
-import logging
 import multiprocessing
 import os
 import pickle
@@ -29,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenmill import runner
+from tokenmill import logs, runner
 from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit, build_loop
 from tokenmill.core.watchdog import Watchdog
@@ -289,7 +288,7 @@ class _Child:
             self._end(error)
 
     def _serve(self, config: EngineConfig) -> None:
-        logging.getLogger("tokenmill").setLevel(config.log_level.upper())
+        logs.set_level(config.log_level)
         mill = runner.start(config)
         loop = build_loop(mill, config, inbox=self._inbox, deliver=lambda outputs: self._tell(loop, outputs))
         gc.freeze()  # what is there stays; looking through it would hold up a step for a quarter of a second

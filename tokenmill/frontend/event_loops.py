@@ -7,12 +7,36 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
+
+from tokenmill.errors import EngineClosed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class _Work(Generic[_R]):
+    """Work in the context of who asked for it; done once, by the thread that comes first."""
+
+    def __init__(self, work: Callable[[], _R]) -> None:
+        self._work = work
+        self._context = contextvars.copy_context()
+        self._begun = threading.Lock()
+        self.outcome: Future[_R] = Future()
+
+    def __call__(self) -> None:
+        if not self._begun.acquire(blocking=False) or not self.outcome.set_running_or_notify_cancel():
+            return
+        try:
+            self.outcome.set_result(self._context.run(self._work))
+        except BaseException as error:
+            self.outcome.set_exception(error)
+            del self  # else the error holds this, which holds the error
+
+    async def over(self) -> _R:
+        return await asyncio.wrap_future(self.outcome)
 
 
 class Threads:
@@ -26,18 +50,37 @@ class Threads:
         """`most` at once; by default a few more than there are processors."""
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="tokenmill")
 
-    async def run(self, work: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
+    async def run(self, work: Callable[_P, _R], /, *arguments: _P.args, **options: _P.kwargs) -> _R:
         """What `work` gives, while the event loop goes on; after `close` the loop waits."""
-        bound = partial(contextvars.copy_context().run, work, *arguments, **options)
+        job = _Work(partial(work, *arguments, **options))
+        if not self._submit(job):
+            job()
+        return await job.over()
+
+    def _submit(self, job: _Work[_R]) -> bool:
+        """False: closed, or the system has no more threads. Then a thread that is there may do it yet."""
         try:
-            done = asyncio.get_running_loop().run_in_executor(self._pool, bound)
-        except RuntimeError:  # closed, or the system has no more threads
-            return bound()
-        return await done
+            self._pool.submit(job)
+        except RuntimeError:
+            return False
+        return True
 
     def close(self) -> None:
         """Let the threads end, each with the work it has begun. Idempotent."""
         self._pool.shutdown(wait=False)
+
+
+async def run_aside(work: Callable[[], _R]) -> _R:
+    """What `work` gives, which may never end: neither the event loop nor the end of Python waits for it.
+
+    If the system has no more threads, the loop waits after all.
+    """
+    job = _Work(work)
+    try:
+        threading.Thread(target=job, name="tokenmill-aside", daemon=True).start()
+    except RuntimeError:
+        job()
+    return await job.over()
 
 
 class OwnLoop:
@@ -46,17 +89,23 @@ class OwnLoop:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
 
     def get(self) -> asyncio.AbstractEventLoop:
-        """The caller's running loop, or else the engine's."""
+        """The caller's running loop, or else the engine's. After `close`, which nothing follows that would
+        close a new one, raises `EngineClosed` if there was none."""
         with contextlib.suppress(RuntimeError):
             return asyncio.get_running_loop()
         with self._lock:
+            if self._loop is None and self._is_closed:
+                raise EngineClosed("the engine was shut down before anybody asked for its event loop")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
             return self._loop
 
     def close(self) -> None:
         """Close the engine's loop, unless something runs in it. Idempotent."""
-        if self._loop is not None and not self._loop.is_running():
-            self._loop.close()
+        with self._lock:
+            self._is_closed = True
+            if self._loop is not None and not self._loop.is_running():
+                self._loop.close()

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
 from tokenmill.errors import WrongState, WrongType, request_error
-from tokenmill.frontend.event_loops import Threads
+from tokenmill.frontend.event_loops import Threads, run_aside
 from tokenmill.frontend.failures import returns_errors
 from tokenmill.frontend.iteration import Entry, Finished, Flow, Prepared, RowRunner
 from tokenmill.frontend.streams import LoopWake
@@ -197,11 +198,11 @@ class _Reading:
 # ── from items to chunks ──────────────────────────────────────────────────────────────────────
 
 
-# How tables of pandas, polars and Arrow are known, and what gives their rows.
-_OF_TABLES = {
-    "iterrows": "to_dict('records')",
-    "iter_rows": "iter_rows(named=True)",
-    "to_pylist": "to_pylist()",
+# The libraries of tables, how theirs are known, and what gives rows.
+_TABLES = {
+    "pandas": ("iterrows", "one of its columns, or its to_dict('records')"),
+    "polars": ("iter_rows", "one of its columns, or its iter_rows(named=True)"),
+    "pyarrow": ("to_pylist", "its to_pylist()"),
 }
 
 
@@ -209,12 +210,10 @@ def _checked(items: Any) -> Any:
     """Something to iterate over that is no single prompt. Raises `WrongType`."""
     if isinstance(items, str | bytes | Mapping):
         raise WrongType(f"prompts must be an iterable of prompts, got {show(items)}; give a list of it")
-    for method, remedy in _OF_TABLES.items():
-        if hasattr(items, method):
-            name = type(items).__name__
-            raise WrongType(
-                f"prompts is a {name}, whose items are no prompts; give its {remedy}, or a column's"
-            )
+    method, remedy = _TABLES.get(type(items).__module__.partition(".")[0], ("", ""))
+    if method and hasattr(items, method):
+        name = type(items).__name__
+        raise WrongType(f"prompts is a {name}, whose items are no prompts; give {remedy}")
     if isinstance(items, Iterable | AsyncIterable) or _is_indexed(items):
         return items
     raise WrongType(f"prompts must be an iterable of prompts, got {show(items)}")
@@ -264,9 +263,8 @@ def _gathered(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 class _AsyncItems:
     """Items of an iterable of either kind, gathered by a task, or by a thread, while others go on."""
 
-    def __init__(self, items: Any, size: int, threads: Threads) -> None:
+    def __init__(self, items: Any, size: int) -> None:
         self._size = size
-        self._threads = threads
         self._source = aiter(items) if isinstance(items, AsyncIterable) else _iterator(items)
         self._gathered: deque[Any] = deque()
         self._some = asyncio.Event()
@@ -291,7 +289,7 @@ class _AsyncItems:
         """Gather a chunk; whether there may be more."""
         if isinstance(self._source, Iterator):
             try:
-                return await self._threads.run(self._fill_in_thread, self._source)
+                return await run_aside(partial(self._fill_in_thread, self._source))
             except asyncio.CancelledError:  # by `cancel`, or by the end of the loop
                 self._closed = True
                 raise
@@ -329,9 +327,8 @@ class _AsyncRows:
 
     def __init__(self, flow: Flow, items: Any, read: _Reading) -> None:
         self._flow = flow
-        # One waits for items, which may take any time, while the other prepares those that came.
-        self._threads = Threads(2)
-        self._items = _AsyncItems(items, flow.chunk, self._threads)
+        self._threads = Threads(1)
+        self._items = _AsyncItems(items, flow.chunk)
         self._read = read
         self._reading: asyncio.Task[None] | None = None
         self._is_open = True

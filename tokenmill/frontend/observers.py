@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tokenmill import logs
 from tokenmill.config import EngineConfig
 from tokenmill.frontend.outputs import Row, finish_reason, timings
 from tokenmill.metrics import Finished, Metrics
@@ -80,10 +81,7 @@ class _RequestLog:
         self._tokenizer = tokenizer
         self._log = logging.getLogger("tokenmill.requests")
         self._log.setLevel(logging.INFO)
-        if not self._log.hasHandlers():
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-            self._log.addHandler(handler)
+        logs.show()
 
     def received(self, row: Row) -> None:
         """Say what was asked for."""

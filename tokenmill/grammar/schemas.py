@@ -72,8 +72,8 @@ def normalize(schema: Any) -> None:
     libraries take too widely, days that no month has and numbers with zeros in front, become patterns, and
     unions whose members exclude each other become ones that more libraries know.
     """
+    write_as_any(subschemas(schema), schema)
     for each in list(subschemas(schema)):
-        write_as_any(each, schema)
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]
         if isinstance(each.get("format"), str):

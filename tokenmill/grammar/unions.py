@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 from urllib.parse import unquote
@@ -14,24 +15,74 @@ _MAX_REFERENCES = 16
 _MAX_NAMES, _MAX_TAGS = 100, 16
 
 
-def write_as_any(schema: dict[str, Any], root: Any) -> None:
-    """Turn the `oneOf` of a schema, in place, into `anyOf`, if no value can fit two of its members.
+def write_as_any(schemas: Iterable[dict[str, Any]], root: Any) -> None:
+    """Turn `oneOf` of schemas within `root`, in place, into `anyOf`, where no value fits two members.
 
-    With OpenAPI's `discriminator` the members then require the property that tells them apart. `root` is what
-    references start from.
+    With OpenAPI's `discriminator` the members then require the property that tells them apart. Nothing is
+    changed if a reference goes through a `oneOf`, or definitions are no object.
     """
-    members = schema.get("oneOf")
-    if not isinstance(members, list) or not members or "anyOf" in schema:
+    todo = list(schemas)
+    if isinstance(root, dict) and not isinstance(root.get("$defs", {}), dict):
         return
-    discriminator = schema.get("discriminator")
-    tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-    resolved = [_resolve(member, root) for member in members]
-    if isinstance(tag, str) and _are_distinct(_tags(member, tag) for member in resolved):
-        del schema["oneOf"]
-        schema["anyOf"] = [_requiring(*pair, tag) for pair in zip(members, resolved, strict=True)]
-    elif _exclude_each_other(resolved):
-        del schema["oneOf"]
+    if any("/oneOf/" in each["$ref"] for each in todo if isinstance(each.get("$ref"), str)):
+        return
+    writer = _Writer(root, todo)
+    while todo:
+        writer.write(todo.pop())
+
+
+class _Writer:
+    """Writes the unions of one schema, whose definitions it adds to."""
+
+    def __init__(self, root: Any, todo: list[dict[str, Any]]) -> None:
+        """What is defined anew is put into `todo`."""
+        self._root = root
+        self._todo = todo
+        self._defined: dict[tuple[str, str], str] = {}  # reference and required property -> reference
+
+    def write(self, schema: dict[str, Any]) -> None:
+        members = schema.get("oneOf")
+        if not isinstance(members, list) or not members or "anyOf" in schema:
+            return
+        discriminator = schema.get("discriminator")
+        tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        resolved = [_resolve(member, self._root) for member in members]
+        if isinstance(tag, str) and _are_distinct(_tags(member, tag) for member in resolved):
+            members = [self._requiring(*pair, tag) for pair in zip(members, resolved, strict=True)]
+        elif not _exclude_each_other(resolved):
+            return
         schema["anyOf"] = members
+        del schema["oneOf"]
+        # llguidance knows it not, and takes no such keyword where references come back to where they stand.
+        schema.pop("discriminator", None)
+
+    def _requiring(self, member: dict[str, Any], resolved: dict[str, Any], tag: str) -> dict[str, Any]:
+        """The member, requiring a property; not by `allOf`, which recursion makes too much for libraries."""
+        if tag in _listed(resolved, "required"):
+            return member
+        if member is resolved:
+            return self._with_required(resolved, tag)
+        pair = (member["$ref"], tag)
+        if pair not in self._defined:
+            self._defined[pair] = self._define(f"{member['$ref'].rpartition('/')[2]}_with_{tag}")
+            self._definitions()[self._defined[pair]] = self._with_required(resolved, tag)
+        return {**member, "$ref": f"#/$defs/{self._defined[pair]}"}
+
+    def _with_required(self, schema: dict[str, Any], tag: str) -> dict[str, Any]:
+        written = {**schema, "required": [*_listed(schema, "required"), tag]}
+        self._todo.append(written)
+        return written
+
+    def _definitions(self) -> dict[str, Any]:
+        definitions: dict[str, Any] = self._root.setdefault("$defs", {})
+        return definitions
+
+    def _define(self, name: str) -> str:
+        """A name that is free, of characters that mean nothing in a reference."""
+        name = re.sub("[^A-Za-z0-9_]", "_", name)
+        while name in self._definitions():
+            name += "_"
+        return name
 
 
 def _resolve(schema: Any, root: Any) -> Any:
@@ -53,10 +104,6 @@ def _find(reference: Any, root: Any) -> Any:
             return None
         found = found.get(step.replace("~1", "/").replace("~0", "~"))
     return found
-
-
-def _requiring(member: Any, resolved: dict[str, Any], name: str) -> Any:
-    return member if name in _required(resolved) else {"allOf": [member, {"required": [name]}]}
 
 
 def _exclude_each_other(members: list[Any]) -> bool:
@@ -114,10 +161,13 @@ def _differ(members: list[dict[str, Any]]) -> bool:
 
 
 def _required(schema: dict[str, Any]) -> set[str]:
-    names = schema.get("required")
-    if not isinstance(names, list) or len(names) > _MAX_NAMES:
-        return set()
-    return {name for name in names if isinstance(name, str)}
+    names = _listed(schema, "required")
+    return {name for name in names if isinstance(name, str)} if len(names) <= _MAX_NAMES else set()
+
+
+def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def _are_distinct(values: Iterator[list[tuple[str, Any]] | None]) -> bool:

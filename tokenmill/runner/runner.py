@@ -281,6 +281,7 @@ class LocalRunner:
 
     def _with_weights(self, work: Callable[..., Any], **arguments: Any) -> Any:
         """Do something to the weights, which on a CPU puts them elsewhere."""
+        self._executor.weights_moved()  # recorded steps would hold every weight that is replaced
         try:
             return work(**arguments)
         finally:
