@@ -471,6 +471,18 @@ def test_the_documents_are_up_to_date() -> None:
         assert f"`{name}`" in written
 
 
+def test_words_that_the_documents_tell_mean_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+    script = runpy.run_path(str(HERE.parent / "scripts" / "write-argument-docs"))
+    for tables, num_warnings in ((script["SYNONYMS"], 0), (script["REPLACEMENTS"], 1)):
+        for name, words in tables.items():
+            for word, choice in words.items():
+                caplog.clear()
+                assert getattr(resolve(**{name: word}), name) == choice
+                assert len(warnings_of(caplog)) == num_warnings, (name, word)
+    assert resolve(device="cuda:1") == EngineConfig(device="cuda", base_gpu_id=1)
+    assert resolve(dtype="torch.bfloat16").dtype == "bfloat16"
+
+
 def test_server_args_as_scripts_for_sglang_make_them() -> None:
     parser = argparse.ArgumentParser()
     sgl.ServerArgs.add_cli_args(parser)

@@ -51,7 +51,9 @@ class EngineConfig:
 
     # Memory and scheduling
     max_total_tokens: int | None = _arg(None, "tokens the key/value pool holds")
-    mem_fraction_static: float | None = _arg(None, "share of device memory for weights and pool")
+    mem_fraction_static: float | None = _arg(
+        None, "share of a GPU's memory for weights and pool; on a CPU, of free memory for the pool alone"
+    )
     page_size: int = _arg(16, "tokens per key/value page")
     max_running_requests: int | None = _arg(None, "requests decoded at the same time")
     chunked_prefill_size: int | None = _arg(None, "tokens computed in one step; -1: no chunks")

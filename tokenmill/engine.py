@@ -441,7 +441,7 @@ class Engine:
         """Free memory of the device: "weights" (to host memory), "kv_cache", "cuda_graph"; None: all.
 
         Graphs go in any case. The prefix cache is lost with "kv_cache". Raises `WrongState` (a RuntimeError)
-        while requests are waiting or running; until all is resumed, `generate` raises it, too.
+        while requests are running, or wait without a pause; until all is resumed, `generate` raises it, too.
         """
         self._control.release_memory(tags)
 

@@ -67,7 +67,10 @@ class InvalidRequest(RequestFailed, InvalidArgument):
 
 
 class RequestTimeout(RequestFailed, TimeoutError):
-    """A request did not finish within its `timeout`."""
+    """A request did not finish within its `timeout`.
+
+    No call raises it, for such a request has a result; it is for programs that make exceptions of results.
+    """
 
 
 class QueueFull(RequestFailed):

@@ -49,7 +49,9 @@ class JobConfig:
     seed: int = _arg(0, "seed from which rows without a sampling_seed get theirs")
 
     # Where it goes
-    error_file: str | None = _arg(None, "file for rows that failed (default: they stand in the output)")
+    error_file: str | None = _arg(
+        None, "of OpenAI's batch files: file of rows that failed (default: OUTPUT, but with .errors.jsonl)"
+    )
     journal: str | None = _arg(None, "file that keeps what is finished (default: OUTPUT.journal)")
     overwrite: bool = _arg(False, "replace an output that this job did not make")
     report: str | None = _arg(None, "HTML page with plots, written at the end")
