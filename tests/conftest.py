@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no reason to fail.
+settings.register_profile("tokenmill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tokenmill")
 
 # Small models gain nothing from a second thread, and on a busy machine two of them wait for each other.
 # torch reads this when it is imported; child processes inherit it.

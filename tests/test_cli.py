@@ -210,7 +210,6 @@ def test_model_path_is_the_same_flag(command: str, fake: type[FakeEngine], typed
         (["generate", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
         (["generate", "x", "--top-k", "1.5"], "invalid int value: '1.5'"),
         (["generate", "x", "--max-new-tokens", "many"], "invalid int value: 'many'"),
-        (["generate", "x", "--dtype", "float8"], "invalid choice: 'float8'"),
         (["generate", "x", "--tempratur", "1"], "unrecognized arguments"),
         (["generate", "x", "--logit-bias", "{5}"], "invalid JSON value: '{5}'"),
         (["talk"], "invalid choice: 'talk'"),
@@ -227,6 +226,20 @@ def test_wrong_flags_are_one_line_and_exit_2(
     assert complaint in error
     assert error.count("\n") == 1
     assert error.startswith("tokenmill")
+
+
+@pytest.mark.unit
+def test_words_of_sglang_are_taken(fake: type[FakeEngine]) -> None:
+    assert main(["generate", "x", "--dtype", "half", "--attention-backend", "fa3", "--device", "cuda:1"]) == 0
+    assert fake.last.arguments == {"dtype": "half", "attention_backend": "fa3", "device": "cuda:1"}
+
+
+@pytest.mark.unit
+def test_words_that_nobody_knows_end_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dtype", "float8"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tokenmill: error: dtype must be one of 'auto', 'float32', ")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.unit

@@ -30,6 +30,7 @@ _NO_SAMPLING_FLAG = {"stream_interval", "custom_params"}
 def add_engine_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = _NO_COMMAND_FLAG) -> None:
     """The arguments of `Engine`, as `engine.<name>` in the options."""
     group = parser.add_argument_group("engine")
+    # Not argparse's choices: the words of SGLang for them are taken, too.
     add_flags(group, EngineConfig, "engine", without=without, names={"model_path": ("--model",)})
 
 
@@ -74,7 +75,12 @@ def add_flags(
             dest=f"{prefix}.{field.name}",
             default=argparse.SUPPRESS,
             help=field.metadata["help"].replace("%", "%%") + _default_text(field),
-            **_parsing(field.name, hints[field.name], field.metadata.get("choices")),
+            **_parsing(
+                field.name,
+                hints[field.name],
+                field.metadata.get("choices"),
+                are_all=described is not EngineConfig,
+            ),
         )
 
 
@@ -83,12 +89,12 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     return f" (default: {field.default})" if shown else ""
 
 
-def _parsing(name: str, hint: Any, choices: Sequence[str] | None) -> dict[str, Any]:
-    """How argparse reads the value of a field of this name and type."""
+def _parsing(name: str, hint: Any, choices: Sequence[str] | None, *, are_all: bool) -> dict[str, Any]:
+    """How argparse reads the value of a field of this name and type; `are_all`: no other word is taken."""
     members = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
     plain = members - {types.NoneType}
     if choices:
-        return {"choices": choices}
+        return {"choices": choices} if are_all else {"metavar": "{" + ",".join(choices) + "}"}
     if plain == {bool}:
         # argparse takes every flag that starts with --no- for the opposite of another one.
         return {"action": "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction}

@@ -101,6 +101,8 @@ def test_outputs_are_bounded_or_as_long_as_the_caller_knows(llm: sgl.Engine) -> 
 def test_faults_are_those_of_generate(llm: sgl.Engine) -> None:
     with pytest.raises(sgl.InvalidArgument, match="temperature"):
         llm.plan("a", {"temperature": -1})
+    with pytest.raises(sgl.InvalidArgument, match="session_params"):
+        llm.plan("a", session_params={"id": llm.open_session(1000)})
     with pytest.raises(sgl.InvalidArgument, match="prompt"):
         llm.plan(3)
 

@@ -131,6 +131,28 @@ class StrictCat(Cat):
     kind: Literal["cat"]
 
 
+class Num(pydantic.BaseModel):
+    kind: Literal["num"]
+    value: int
+
+
+class Add(pydantic.BaseModel):
+    kind: Literal["add"]
+    left: Annotated[Num | Add, pydantic.Field(discriminator="kind")]
+    right: Annotated[Num | Add, pydantic.Field(discriminator="kind")]
+
+
+class DefaultNum(pydantic.BaseModel):
+    kind: Literal["num"] = "num"
+    value: int
+
+
+class DefaultAdd(pydantic.BaseModel):
+    kind: Literal["add"] = "add"
+    left: Annotated[DefaultNum | DefaultAdd, pydantic.Field(discriminator="kind")]
+    right: Annotated[DefaultNum | DefaultAdd, pydantic.Field(discriminator="kind")]
+
+
 def is_read(model: type[pydantic.BaseModel], text: str) -> bool:
     try:
         model.model_validate_json(text)
@@ -159,6 +181,48 @@ def test_discriminated_unions_of_pydantic(name: str, pet: Any) -> None:
         follows = all(matcher.accept(token) for token in tokenizer().encode(text)) and matcher.is_accepting
         assert follows is is_right, text
         assert is_right is is_read(owner, text)
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("has_default", [False, True])
+def test_recursive_unions_of_pydantic(name: str, has_default: bool) -> None:
+    if name == "xgrammar":
+        pytest.importorskip("xgrammar")
+    expression = DefaultNum | DefaultAdd if has_default else Num | Add
+    root = pydantic.create_model("Root", root=Annotated[expression, pydantic.Field(discriminator="kind")])
+    schema = json.dumps(root.model_json_schema())
+    template = backend(name).compile(Grammar("json_schema", schema))
+    number = '{"kind":"num","value":1}'
+    for text, is_right in (
+        (f'{{"root":{number}}}', True),
+        (
+            f'{{"root":{{"kind":"add","left":{number},"right":{{"kind":"add","left":{number},"right":{number}}}}}}}',
+            True,
+        ),
+        (f'{{"root":{{"kind":"add","left":{number},"right":{{"value":1}}}}}}', False),
+    ):
+        matcher = template.new()
+        follows = all(matcher.accept(token) for token in tokenizer().encode(text)) and matcher.is_accepting
+        assert follows is is_right, text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#/oneOf/0"}}]},
+        {"oneOf": [{"type": "integer"}, {"type": "string"}], "$defs": []},
+        {
+            "oneOf": [{"$ref": "#/properties/a"}, tagged("b", "y", required=False)],
+            "discriminator": {"propertyName": "k"},
+            "properties": {"a": tagged("a", "x", required=False)},
+            "$defs": 5,
+        },
+    ],
+)
+def test_what_a_reference_would_miss_stays(schema: dict[str, Any]) -> None:
+    written = copy.deepcopy(schema)
+    normalize(written)
+    assert written == schema
 
 
 def test_formats_that_json_schema_does_not_define_are_notes(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tokenmill as sgl
 
@@ -238,6 +239,21 @@ def freed() -> torch.Tensor:
     return tensor
 
 
+def fake() -> torch.Tensor:
+    """What torch computes shapes with."""
+    with FakeTensorMode():
+        return torch.zeros(64)
+
+
+class Sharded:
+    """As torch's DTensor, of which each process has a part."""
+
+    shape = (64,)
+
+    def full_tensor(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -251,6 +267,11 @@ def freed() -> torch.Tensor:
             "no numbers",
         ),
         ([(EMBEDDING, torch.zeros(100, 64)), ("model.norm.weight", freed())], "no numbers"),
+        (
+            [(EMBEDDING, torch.zeros(100, 64)), ("model.norm.weight", fake())],
+            "a FakeTensor, which holds no numbers",
+        ),
+        ([(EMBEDDING, torch.zeros(100, 64)), ("model.norm.weight", Sharded())], "give its full_tensor()"),
     ],
 )
 def test_tensors_that_do_not_fit_change_nothing(llm: sgl.Engine, given: Any, expected: str) -> None:

@@ -83,6 +83,10 @@ _LATER = {
     "init_weights_update_group": "weights from other processes",
     "update_weights_from_distributed": "weights from other processes",
     "update_weights_from_ipc": "weights from other processes",
+    "destroy_weights_update_group": "weights from other processes",
+    "attach_tokenizer_worker": "processes that only encode text",
+    "template_manager": "SGLang's own templates",
+    "port_args": "ports between SGLang's processes",
 }
 
 

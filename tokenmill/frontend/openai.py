@@ -241,7 +241,7 @@ def chat_completion(results: Sequence[Mapping[str, Any]], *, id: str, model: str
                 "index": index,
                 "message": {"role": "assistant", "content": result["text"], "refusal": None},
                 "logprobs": _shown_logprobs(result, _chat_logprobs),
-                "finish_reason": result["meta_info"]["finish_reason"]["type"],
+                "finish_reason": _finish_reason(result),
             }
             for index, result in enumerate(results)
         ],
@@ -263,7 +263,7 @@ def text_completion(
                 "text": result["text"],
                 "index": index,
                 "logprobs": _shown_logprobs(result, _completion_logprobs),
-                "finish_reason": result["meta_info"]["finish_reason"]["type"],
+                "finish_reason": _finish_reason(result),
             }
             for index, result in enumerate(results)
         ],
@@ -275,6 +275,12 @@ def error_body(error: RowError) -> dict[str, Any]:
     """The body of an answer that is an error."""
     kind = "invalid_request_error" if 400 <= error["status_code"] < 500 else "server_error"
     return {"error": {"message": error["message"], "type": kind, "param": None, "code": error["type"]}}
+
+
+def _finish_reason(result: Mapping[str, Any]) -> str:
+    """ "stop" or "length": the API knows no outputs that were cut because they go round in circles."""
+    kind: str = result["meta_info"]["finish_reason"]["type"]
+    return "length" if kind == "repetition" else kind
 
 
 def _usage(results: Sequence[Mapping[str, Any]], *, num_prompts: int) -> dict[str, int]:

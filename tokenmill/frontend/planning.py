@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import reading
+from tokenmill.errors import InvalidArgument, reading
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.failures import Faults
 from tokenmill.frontend.inputs import InputReader
@@ -102,6 +102,10 @@ class Planner:
         **options: Any,
     ) -> Plan:
         """See `Engine.plan`. Of more than 8,192 rows a sample is looked at."""
+        if options.get("session_params") is not None:
+            raise InvalidArgument(
+                "session_params: a plan knows no sessions; give it the whole conversation as the prompt"
+            )
         with reading("input_ids" if prompt is None else "prompt"):
             prompts = read_prompts(prompt, input_ids, "input_ids")
         chosen = sample_of(len(prompts)) if not prompts.single else None

@@ -47,6 +47,9 @@ class ScoreResult:
 
     scores: list[list[float]]  # of each item, in the order given, for each label, in the order given
     prompt_tokens: int  # of all items together, each with the query
+    # Of SGLang's, where arguments ask for them that are not supported here.
+    pooled_hidden_states: None = None
+    token_logprobs: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,9 @@ def _result(results: Any, asked: _Asked) -> ScoreResult:
         reason = result["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
             raise request_error(
-                f"items[{index}] was aborted: {reason['message']}", error_type="aborted", status_code=500
+                f"items[{index}] was aborted: {reason['message']}",
+                error_type="aborted",
+                status_code=reason["status_code"],
             )
         [labels] = result["meta_info"]["output_token_ids_logprobs"]
         scores.append(_probabilities([value for value, _, _ in labels], softmax=asked.apply_softmax))

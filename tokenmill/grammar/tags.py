@@ -27,14 +27,15 @@ def read_tags(text: str) -> list[Tag]:
     """The tags of SGLang's first form, {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, or of
     the newer {"type": "structural_tag", "format": ...} if it says the same. Raises `BadGrammar`."""
     document = read_json(text)
-    if "structures" not in document:
-        document = _first_form(document.get("format"))
+    name = "structures"
+    if name not in document:
+        name, document = "tags", _first_form(document.get("format"))
     structures, triggers = document["structures"], document["triggers"]
     if not isinstance(structures, list) or not structures:
         raise BadGrammar("'structures' must be a list of at least one {'begin', 'schema', 'end'}")
     if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
         raise BadGrammar("'triggers' must be a list of strings that are not empty")
-    return [_read_tag(index, structure, triggers) for index, structure in enumerate(structures)]
+    return [_read_tag(f"{name}[{index}]", each, triggers) for index, each in enumerate(structures)]
 
 
 def _first_form(form: Any) -> dict[str, Any]:
@@ -46,7 +47,9 @@ def _first_form(form: Any) -> dict[str, Any]:
     if extra := [key for key in form if key not in ("type", "triggers", "tags") and form[key]]:
         raise BadGrammar(f"llguidance does not follow {extra[0]!r} of 'triggered_tags'; use xgrammar")
     tags = form.get("tags")
-    structures = [_structure(index, tag) for index, tag in enumerate(tags if isinstance(tags, list) else ())]
+    if not isinstance(tags, list) or not tags:
+        raise BadGrammar("'tags' must be a list of at least one {'begin', 'content', 'end'}")
+    structures = [_structure(index, tag) for index, tag in enumerate(tags)]
     return {"structures": structures, "triggers": form.get("triggers")}
 
 
@@ -61,17 +64,15 @@ def _structure(index: int, tag: Any) -> dict[str, Any]:
     return {**tag, "schema": content["json_schema"]}
 
 
-def _read_tag(index: int, structure: Any, triggers: list[str]) -> Tag:
+def _read_tag(name: str, structure: Any, triggers: list[str]) -> Tag:
     if not isinstance(structure, dict):
-        raise BadGrammar(f"structures[{index}] must be an object with 'begin', 'schema' and 'end'")
+        raise BadGrammar(f"{name} must be an object with 'begin', 'schema' and 'end'")
     begin, schema, end = (structure.get(key) for key in ("begin", "schema", "end"))
     if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict | bool):
-        raise BadGrammar(
-            f"structures[{index}] must have texts as 'begin' and 'end' and a JSON schema as 'schema'"
-        )
+        raise BadGrammar(f"{name} must have texts as 'begin' and 'end' and a JSON schema")
     # The shortest is complete first in the text, and then nothing but a tag may follow.
     trigger = min((each for each in triggers if begin.startswith(each)), key=len, default=None)
     if trigger is None:
-        raise BadGrammar(f"structures[{index}] begins with {begin!r}, which no trigger opens")
+        raise BadGrammar(f"{name} begins with {begin!r}, which no trigger opens")
     normalize(schema)
     return Tag(trigger, begin, schema, end)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
+import shutil
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +17,7 @@ from tokenmill.errors import InvalidArgument, WrongState
 
 _log = logging.getLogger("tokenmill")
 _MOST_ALLOCATIONS = 100_000  # that a record of memory keeps
+_PACKED_BYTES = 1 << 20  # at a time
 # torch has one profiler for the whole process, and two engines that use it at once would bring that down.
 _in_use = threading.Lock()
 
@@ -45,9 +49,7 @@ class Profiler:
         if not _in_use.acquire(blocking=False):
             raise WrongState("another engine of this process runs a profile; torch can take one at a time")
         if wanted:
-            trace = profile(
-                activities=wanted, with_stack=with_stack, record_shapes=record_shapes, acc_events=True
-            )
+            trace = profile(activities=wanted, with_stack=with_stack, record_shapes=record_shapes)
             try:
                 trace.start()
             except RuntimeError as error:  # some other part of this process is at it
@@ -79,7 +81,7 @@ class Profiler:
             trace.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
         if trace is not None:
-            trace.export_chrome_trace(f"{file}.trace.json.gz")
+            _export(trace, Path(f"{file}.trace.json.gz"))
         if self._records_memory:
             torch.cuda.memory._dump_snapshot(f"{file}-memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -91,3 +93,11 @@ class Profiler:
                 self.stop()
             except WrongState as error:
                 _log.error("%s", error)
+
+
+def _export(trace: profile, file: Path) -> None:
+    """Write a trace, packed quickly: a second of steps may be a hundred megabytes of text."""
+    with tempfile.NamedTemporaryFile(suffix=".json", dir=file.parent) as plain:
+        trace.export_chrome_trace(plain.name)
+        with open(plain.name, "rb") as text, gzip.open(file, "wb", compresslevel=1) as packed:
+            shutil.copyfileobj(text, packed, _PACKED_BYTES)

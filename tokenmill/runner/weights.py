@@ -103,7 +103,11 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
         if not isinstance(value, list | tuple) and not hasattr(value, "shape"):
             raise TypeError(f"it is of type {type(value).__name__}")
+        if hasattr(value, "full_tensor"):
+            raise TypeError("it is spread over processes; give its full_tensor()")
         tensor = torch.as_tensor(value).detach().as_subclass(torch.Tensor)
+        if type(tensor) is not torch.Tensor:
+            raise TypeError(f"it is a {type(tensor).__name__}, which holds no numbers of its own")
     except BaseException as error:  # an object that only looks like a tensor may raise anything
         raise InvalidArgument(f"{name} is not a tensor: {told(error)}") from None
     if tensor.layout == torch.strided and (tensor.is_meta or _is_freed(tensor)):
