@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine is no reason to fail.
-settings.register_profile("tokenmill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tokenmill")
-
 # Small models gain nothing from a second thread, and on a busy machine two of them wait for each other.
 # torch reads this when it is imported; child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never reaches for the net
 if not torch.cuda.is_available():
     # Triton's interpreter runs the GPU kernels; it must be chosen before anything imports Triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A busy machine is no reason to fail.
+settings.register_profile("tokenmill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tokenmill")
 
 _SIZES = {
     "vocab_size": 300,

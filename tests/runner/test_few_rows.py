@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tokenmill as sgl
 from tokenmill.kernels import native, packed
 from tokenmill.layers.linear import Linear, PackedLinear, can_pack
 from tokenmill.runner.few_rows import FewRows
+from tokenmill.runner.weights import Weights
 
 pytestmark = [
     pytest.mark.cpu,
@@ -135,6 +137,27 @@ def test_new_weights_are_used(make_model: Make) -> None:
     with engine(old) as llm:
         llm.update_weights_from_tensor([(name, other)])
         assert told(llm.generate(**arguments(12))) == changed
+
+
+def test_an_update_begins_without_recorded_steps(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold every weight that they read, so both models would be in memory until the end."""
+    recorded: list[int] = []
+    update = Weights.update_from_disk
+
+    def watched(self: Weights, **given: Any) -> Any:
+        recorded.append(num_recorded())
+        return update(self, **given)
+
+    def num_recorded() -> int:
+        return sum(len(each._recorded) for each in gc.get_objects() if type(each) is FewRows)
+
+    monkeypatch.setattr(Weights, "update_from_disk", watched)
+    folder = make_model("llama", dtype="bfloat16", **SIZES)
+    with engine(folder) as llm:
+        llm.generate(**arguments(8))
+        assert num_recorded() == int(is_streamed(torch.bfloat16))
+        assert llm.update_weights_from_disk(str(folder))[0]
+    assert recorded == [0]
 
 
 def test_memory_given_back_and_taken_again(make_model: Make) -> None:

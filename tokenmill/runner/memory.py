@@ -1,9 +1,14 @@
-"""How many pages the pool gets: measured on the device, not guessed, unless the user says a number."""
+"""How many pages the pool gets: measured on the device, not guessed, unless the user says a number.
+
+And memory that goes back to the system.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +33,14 @@ class PoolSize:
 
     num_pages: int
     num_bytes: int
+
+
+def return_freed() -> None:
+    """Give the system what was freed: glibc keeps blocks, even as large as weights, for what may come."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+        if trim is not None:
+            trim(0)
 
 
 def build_executor(

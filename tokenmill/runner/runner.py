@@ -30,7 +30,7 @@ from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import wishes
 from tokenmill.runner.masked_draws import MaskedDraws
-from tokenmill.runner.memory import PoolSize, build_executor
+from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.quarantine import Quarantine
@@ -286,6 +286,7 @@ class LocalRunner:
             return work(**arguments)
         finally:
             self._executor.weights_moved()
+            return_freed()
 
     def _release_memory(self, *, tags: Collection[str]) -> None:
         """Give up what the tags name, and the graphs, which hold addresses of everything."""
