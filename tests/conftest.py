@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 # Small models gain nothing from a second thread, and on a busy machine two of them wait for each other.
 # torch reads this when it is imported; child processes inherit it.
@@ -24,9 +24,12 @@ if not torch.cuda.is_available():
     # Triton's interpreter runs the GPU kernels; it must be chosen before anything imports Triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A busy machine is no reason to fail.
-settings.register_profile("tokenmill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tokenmill")
+with contextlib.suppress(ModuleNotFoundError):  # tests on a GPU go without
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no reason to fail.
+    settings.register_profile("tokenmill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tokenmill")
 
 _SIZES = {
     "vocab_size": 300,
