@@ -250,7 +250,17 @@ def test_what_cannot_be_asked_for(llm: sgl.Engine) -> None:
     for wishes, message in cases:
         with pytest.raises(ValueError, match=message):
             llm.generate(input_ids=PROMPTS[1], **{"return_logprob": True, **wishes})
-    for value in ({300: 1.0}, {-1: 1.0}, {"x": 1.0}, {1: "a"}, {1: float("nan")}, [1.0], 3):
+    for value in (
+        {300: 1.0},
+        {-1: 1.0},
+        {"x": 1.0},
+        {1: "a"},
+        {1: float("nan")},
+        {"5": 1.0, "05": 2.0},
+        {"\u0665": 1.0},
+        [1.0],
+        3,
+    ):
         with pytest.raises(ValueError, match="logit_bias"):
             llm.generate(input_ids=PROMPTS[1], sampling_params={"logit_bias": value})
 

@@ -272,8 +272,10 @@ def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
         raise WrongType(f"{name} must be a dict from token id to number, got {show(value)}")
     biases: dict[int, float] = {}
     for key, given in value.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
-        token = check_whole(f"a key of {name}", token, minimum=0, maximum=2**31 - 1)
+        is_number = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12
+        token = check_whole(f"a key of {name}", int(key) if is_number else key, minimum=0, maximum=2**31 - 1)
+        if token in biases:
+            raise InvalidArgument(f"{name} has token {token} twice, got {show(value)}; keep one of them")
         number = plain(given)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise WrongType(f"{name}[{token}] must be a number, got {show(given)}")

@@ -124,6 +124,7 @@ def test_an_engine_without_words_cannot_answer() -> None:
 
 def test_batch_files_are_told_from_others() -> None:
     assert is_batch_file(ListSource([None, request()]))
+    assert is_batch_file(ListSource([*[None] * 500, request()]))
     assert is_batch_file(ListSource([request("left out")]))
     for first in ({}, request(body="left out"), request(url="left out"), request(method="left out")):
         assert is_batch_file(ListSource([first, request()]))
@@ -211,6 +212,16 @@ def test_a_part_that_fails_fails_its_line() -> None:
     made, error = output.line(records[0], [result()])
     assert made is None
     assert json.loads(error or b"")["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "prompt", [[["x", "y"], ["z"]], [[5], ["a"]], [["a"]], [[[5], [6]], [[7]]], [[5], []]]
+)
+def test_lists_in_lists_of_prompts_are_an_error_of_their_line(prompt: Any) -> None:
+    rows = OpenAIRows(model="tiny")
+    records = list(PromptRows(ListSource([completion(), completion(prompt=prompt)])))
+    assert len(records) == 2
+    assert "prompt must be a text, a list of texts, token ids" in rows.item(records[1])["message"]
 
 
 @pytest.mark.parametrize("prompt", [["a"], [], ["a", 1], [[1]], [1, 2], "a", None])

@@ -301,6 +301,10 @@ def test_integers_without_a_sign_stay_integers_in_parquet(
         [1] * 2000 + ["one"],
         [2**60 + 1] * 1024 + [0.5],
         [[1], ["a"], None],
+        [1.5, True],
+        [0.5] * 1024 + [True, 0.5],
+        [[0.5, None], [True], None],
+        [{"a": 1.5, "b": True}, {"a": False}, None],
     ],
 )
 def test_what_has_no_type_in_parquet_becomes_json(tmp_path: Path, values: list[Any]) -> None:

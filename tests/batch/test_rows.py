@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,10 +248,20 @@ def test_a_template_makes_one_text_of_columns(tmp_path: Path) -> None:
         ("{{ name.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
         ("{% for i in range(10**9) %}{{ i }}{% endfor %}", "Range too big"),
         ("{{ tags.append(1) }}", "SecurityError: access to attribute 'append'"),
+        # Their text would be another one in each run.
+        (
+            "{{ counts.items }}",
+            "it writes 'items', which is no data but a part of a program; a column of such a",
+        ),
+        ("{{ name.title }}", "'title', which is no data"),
+        ("{{ tags | map('upper') }}", "'sync_do_map', which is no data"),
+        ("{{ joiner() }}", "'Joiner', which is no data"),
+        ("{{ range }}", "'safe_range', which is no data"),
+        ("{{ self }}", "'TemplateReference', which is no data"),
     ],
 )
 def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: str) -> None:
-    assert told in fault({"name": "Ada", "tags": ["a"]}, template=template)
+    assert told in fault({"name": "Ada", "tags": ["a"], "counts": {"items": 3}}, template=template)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +270,8 @@ def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: st
         ("{{ name }", "the template is faulty in line 1"),
         ("a\n{% if name %}", "the template is faulty in line 2"),
         ("{{ name | nothing }}", "the template is faulty"),
+        ("{% include 'other' %}{{ name }}", "the template has {% include %}, but there are no others"),
+        ("{% from 'other' import x %}{{ name }}", "{% from %}"),
         ("{{ name | random }}", "No filter named 'random'"),  # each time another prompt
         ("{% if name %}" * 120 + "{% endif %}" * 120, "the template is nested too deeply"),
         ("{% for i in name %}" * 25 + "{% endfor %}" * 25, "the template is nested too deeply"),
@@ -268,6 +282,13 @@ def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: st
 def test_a_faulty_template_is_told_at_once(template: str, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         ColumnRows(RowForm(template=template), FakeSource())
+
+
+def test_json_in_a_template_is_that_of_outputs() -> None:
+    fields = {"at": datetime.datetime(2026, 3, 1, 12), "raw": b"ab", "share": math.nan, "text": "é\ud800"}
+    expected = '{"at": "2026-03-01T12:00:00", "raw": "YWI=", "share": null, "text": "é\ud800"}'
+    assert rendered("{{ row | tojson }}", fields) == expected
+    assert rendered("{{ [1] | tojson(indent=1) }}{{ text }}", {"text": "a"}) == "[\n 1\n]a"
 
 
 def test_a_template_file_without_columns_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def test_jsonl_gives_back_what_was_written(tmp_path: Path, rows: list[dict[str, 
         (b'{"x": NaN}', "NaN is no JSON value"),
         (b'{"x": [-Infinity]}', "-Infinity is no JSON value"),
         (b'{"x": 1e999}', "the number 1e999 is too large"),
-        (b'{"x": ' + b"9" * 5000 + b"}", "4300 digits"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "a whole number has more than 4300 digits; write it as a text"),
         (b'{"prompt": "a", "y": 1, "prompt": "b"}', "the key 'prompt' is there twice"),
         (b'{"prompt": "caf\xe9"}', "byte 16 (0xe9) is no UTF-8"),
         (b'{"prompt": "a\0b"}', "Invalid control character at column 14"),
@@ -173,12 +174,24 @@ def test_lines_are_read_with_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("name", ["in.jsonl", "in.csv"])
 def test_a_file_in_another_unicode_encoding_is_refused(tmp_path: Path, name: str, encoding: str) -> None:
     path = written(tmp_path, name, '{"prompt": "Hi"}\n'.encode(encoding))
-    with pytest.raises(InvalidArgument, match=r"is written in UTF-(16|32), but only UTF-8.*iconv"):
+    with pytest.raises(InvalidArgument, match=rf"written in {encoding[:6].upper()}, but only UTF-8.*iconv"):
         open_source(path)
+
+
+def test_compressed_lines_under_a_plain_name_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "in.jsonl", gzip.compress(b'{"prompt": "Hi"}\n'))
+    with pytest.raises(InvalidArgument, match="compressed by gzip.*rename it to in.jsonl.gz"):
+        open_source(path)
+
+
+def test_a_key_among_very_many_that_is_there_twice_is_told_soon(tmp_path: Path) -> None:
+    pairs = ", ".join(f'"k{number}": 1' for number in range(100_000))
+    [row] = open_source(written(tmp_path, "in.jsonl", f'{{{pairs}, "k99999": 2}}'))
+    assert "the key 'k99999' is there twice" in message_of(row)
 
 
 def test_compressed_lines(tmp_path: Path) -> None:
@@ -254,6 +267,17 @@ def test_a_quote_that_nothing_closes_costs_its_row_only(tmp_path: Path) -> None:
     assert message_of(bad).startswith("line 3: a quote is opened that nothing closes")
     assert (second.fields, second.line) == ({"a": "3", "b": "y"}, 4)
     assert (third.fields, third.index) == ({"a": "4", "b": "z"}, 3)
+
+
+def test_quotes_that_nothing_closes_are_told_soon(tmp_path: Path) -> None:
+    """Looking for the end of each down to the end of the file took minutes for a megabyte."""
+    rows = list(open_source(written(tmp_path, "in.csv", "a,b,c\n" + 'x",b,"\n' * 50_000)))
+    assert len(rows) == 50_000
+    assert all("a quote is opened that nothing closes" in message_of(row) for row in rows)
+
+
+def test_line_ends_in_a_name_of_a_header(tmp_path: Path) -> None:
+    assert open_source(written(tmp_path, "in.csv", 'x,"a\r\nb"\r\n1,2\r\n')).columns == ("x", "a\r\nb")
 
 
 def test_quotes_inside_of_a_plain_field_are_text(tmp_path: Path) -> None:
@@ -345,6 +369,13 @@ def test_times_in_nanoseconds_are_text_where_python_has_none(tmp_path: Path) -> 
     assert rows[2]["time"] is None
 
 
+def test_fields_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    pairs = pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([4])], names=["a", "a"])
+    table = pyarrow.table({"prompt": ["A"], "x": pyarrow.ListArray.from_arrays([0, 1], pairs)})
+    with pytest.raises(InvalidArgument, match="two fields of the name 'a' in its column 'x'"):
+        open_source(parquet_file(tmp_path, table))
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"PAR1", b"hello world, this is text", b"PAR1" + b"x" * 99 + b"PAR1"]
 )
@@ -426,6 +457,23 @@ def test_a_damaged_part_of_a_saved_dataset_costs_its_rows_only(tmp_path: Path) -
     assert [record.fields for record in records if record.fields] == [{"text": "four"}] * 4
     assert [record.index for record in records if record.error] == [2, 3]
     assert "row 2: a value cannot be read" in message_of(records[2])
+
+
+def test_a_bad_value_of_a_saved_dataset_costs_its_row_only(tmp_path: Path) -> None:
+    folder = saved_dataset(tmp_path / "set", [{"text": "four"}] * 6)
+    path = folder / "data-00000-of-00001.arrow"
+    words = pyarrow.array([*[b"ok"] * 700, b"\xff", *[b"ok"] * 300]).view(pyarrow.string())
+    table = pyarrow.table({"text": words})
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    records = list(open_source(folder))
+    assert [record.fields for record in records if record.fields] == [{"text": "ok"}] * 1000
+    assert [record.index for record in records if record.error] == [700]
+
+
+def test_a_saved_dataset_under_any_name(tmp_path: Path) -> None:
+    folder = saved_dataset(tmp_path / "set", numbered(0, 2)).rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert [row["id"] for row in fields_of(open_source(folder))] == [0, 1]
 
 
 def lose_state(folder: Path) -> None:

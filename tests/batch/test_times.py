@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,12 @@ def read_back(folder: Path, column: Any) -> list[Any]:
         ),
         ([SECOND, 1, -1], pyarrow.duration("ns"), ["PT1S", "PT0.000000001S", "-PT0.000000001S"]),
         ([90_000, -1, 2**62], pyarrow.duration("s"), ["PT90000S", "-PT1S", f"PT{2**62}S"]),
-        ([SECOND, 1], pyarrow.time64("ns"), ["00:00:01", "00:00:00.000000001"]),
+        ([SECOND, 1, None], pyarrow.time64("ns"), ["00:00:01", "00:00:00.000000001", None]),
+        (
+            [[1500, 2000, None]],
+            pyarrow.list_(pyarrow.time64("ns"), 3),
+            [["00:00:00.000001500", "00:00:00.000002", None]],
+        ),
         ([0, 253402300800], pyarrow.timestamp("s"), ["1970-01-01T00:00:00", "+10000-01-01T00:00:00"]),
         ([253402300800], pyarrow.timestamp("s", ZONE), ["+10000-01-01T00:00:00+00:00"]),
         ([-719529, 2**31 - 1], pyarrow.date32(), ["-0001-12-31", "+5881580-07-11"]),
@@ -62,3 +68,24 @@ def test_all_times_are_iso_8601(tmp_path: Path, values: list[Any], type: Any, te
 def test_dictionaries_of_times_are_read_as_times(tmp_path: Path) -> None:
     times = pyarrow.array([AT, AT + 1], pyarrow.timestamp("ns")).dictionary_encode()
     assert read_back(tmp_path, times)[1] == "2023-11-14T22:13:20.000000001"
+
+
+@pytest.mark.parametrize(
+    ("value", "type", "expected"),
+    [
+        (AT, pyarrow.timestamp("ns"), datetime.datetime(2023, 11, 14, 22, 13, 20)),
+        (AT + 1, pyarrow.timestamp("ns"), "2023-11-14T22:13:20.000000001"),
+        (1000, pyarrow.duration("ns"), datetime.timedelta(microseconds=1)),
+        (1500, pyarrow.duration("ns"), "PT0.0000015S"),
+        (1500, pyarrow.time64("ns"), "00:00:00.000001500"),
+    ],
+)
+def test_times_in_nanoseconds_are_no_objects_of_pandas(
+    tmp_path: Path, value: int, type: Any, expected: Any
+) -> None:
+    """What a template writes, and so the prompt, must not depend on whether pandas is installed."""
+    path = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"time": pyarrow.array([value], type)}), path)
+    [record] = open_source(path)
+    assert record.fields == {"time": expected}
+    assert record.fields["time"].__class__.__module__ in ("builtins", "datetime")

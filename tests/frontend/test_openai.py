@@ -101,6 +101,8 @@ def test_what_changes_no_answer_is_accepted(body: dict[str, Any]) -> None:
         ({"stream": 0}, "stream is not supported, got 0"),
         ({"tool_choice": "required"}, "tool_choice must be 'none' or 'auto', got 'required'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
+        ({"tools": {}}, "tools must be a list of functions"),
+        ({"tools": 0, "tool_choice": "none"}, "tools must be a list of functions"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls is not supported"),
         ({"functions": [{"name": "f"}]}, "give them as tools"),
         ({"modalities": ["text", "audio"]}, "modalities is not supported"),
@@ -320,6 +322,17 @@ def test_logprobs_show_no_token_where_none_was_asked_for() -> None:
     empty = result("", {"type": "length", "length": 0}, num_output=0, output_token_logprobs=TOKENS[:1])
     [choice] = chat_completion([empty], id="1", model="m")["choices"]
     assert choice["logprobs"]["content"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("", 0), ("H", 1), ("He", 1), ("Hel", 2), ("Hello", 2), ("other", 3)]
+)
+def test_logprobs_end_where_a_stop_string_has_cut_the_text(text: str, shown: int) -> None:
+    tokens = [(-0.1, 1, "He"), (-0.2, 2, "llo"), (-0.3, 3, " you")]
+    finish = {"type": "stop", "matched": "l"}
+    cut = result(text, finish, num_output=3, output_token_logprobs=tokens)
+    [choice] = chat_completion([cut], id="1", model="m")["choices"]
+    assert len(choice["logprobs"]["content"]) == shown
 
 
 def test_logprobs_of_completions() -> None:

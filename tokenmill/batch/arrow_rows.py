@@ -1,27 +1,26 @@
 """Parquet files and folders saved by Hugging Face's `datasets`, read through pyarrow, a few rows at a time.
 
-Owns how columns become Python values and what is told of damaged parts. pyarrow is imported when a file is
-opened.
+Owns what is told of damaged parts; what values become is `arrow_values.py`'s matter. pyarrow is imported when
+a file is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenmill.batch.arrow_values import Row, field_twice, rows_of
 from tokenmill.batch.input_record import Record, faulty, fingerprint_of
-from tokenmill.batch.times import arrow_text
 from tokenmill.errors import InvalidArgument, did_you_mean, told
 from tokenmill.sampling_params import brief, show
 
 # Rows become Python objects in pieces of about so many bytes of columns, and never more rows than that.
 _PIECE_BYTES = 8 * 2**20
 _PIECE_ROWS = 1024
-
-_Row = dict[str, Any] | Exception  # fields, or why they cannot be had
 
 
 class ParquetRows:
@@ -38,13 +37,13 @@ class ParquetRows:
             path.open("rb") as opened,
             pyarrow.parquet.ParquetFile(opened) as file,
         ):
-            names = file.schema_arrow.names
+            schema = file.schema_arrow
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
             # Rows of each group, and how many of them are read at once.
             self._groups = [
                 (group.num_rows, _rows_at_once(group.total_byte_size, group.num_rows)) for group in groups
             ]
-        self.columns: tuple[str, ...] | None = _distinct_names(path, names)
+        self.columns: tuple[str, ...] | None = _distinct_names(path, schema)
         self.num_rows: int | None = sum(count for count, _ in self._groups)
 
     def __iter__(self) -> Iterator[Record]:
@@ -73,14 +72,15 @@ class SavedDataset:
         folder = _split_folder(path, split)
         self._paths = _arrow_files(folder)
         self._counts: list[int] = []
-        names: Sequence[str] = ()
+        names: tuple[str, ...] = ()
         for arrow_file in self._paths:
-            schema_names, count = self._measure(arrow_file)
-            if self._counts and list(schema_names) != list(names):
+            schema, count = self._measure(arrow_file)
+            its_names = _distinct_names(arrow_file, schema)
+            if self._counts and its_names != names:
                 raise InvalidArgument(f"{arrow_file} has other columns than the first file of its data set")
-            names = schema_names
+            names = its_names
             self._counts.append(count)
-        self.columns: tuple[str, ...] | None = _distinct_names(folder, names)
+        self.columns: tuple[str, ...] | None = names
         self.num_rows: int | None = sum(self._counts)
 
     def __iter__(self) -> Iterator[Record]:
@@ -93,15 +93,15 @@ class SavedDataset:
         """See `Source`."""
         return fingerprint_of(self._paths, self.format)
 
-    def _measure(self, path: Path) -> tuple[Sequence[str], int]:
-        """Columns and rows of a file; the columns themselves are not read for it."""
+    def _measure(self, path: Path) -> tuple[Any, int]:
+        """Schema and number of rows of a file; the columns themselves are not read for it."""
         pyarrow = _pyarrow(path)
         with (
             _telling_damage(path, "an Arrow file"),
-            pyarrow.memory_map(str(path)) as source,
+            _mapped(path) as source,
             pyarrow.ipc.open_stream(source) as stream,
         ):
-            return stream.schema.names, sum(batch.num_rows for batch in stream)
+            return stream.schema, sum(batch.num_rows for batch in stream)
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -116,6 +116,14 @@ def _telling_damage(path: Path, format: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise InvalidArgument(f"{path} cannot be read as {format}: {told(error)}") from None
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[Any]:
+    """A file in memory, read where it is asked for; pyarrow's own mapping takes no name that is not UTF-8."""
+    pyarrow = _pyarrow(path)
+    with path.open("rb") as file:
+        yield pyarrow.BufferReader(pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
 def _pyarrow(path: Path) -> Any:
@@ -133,80 +141,45 @@ def _pyarrow(path: Path) -> Any:
 # ── rows of columns ───────────────────────────────────────────────────────────────────────────
 
 
-def _group_rows(file: Any, group: int, at_once: int) -> Iterator[_Row]:
+def _group_rows(file: Any, group: int, at_once: int) -> Iterator[Row]:
     for batch in file.iter_batches(batch_size=at_once, row_groups=[group], use_threads=False):
-        yield from _batch_rows(batch)
+        yield from rows_of(batch)
 
 
-def _stream_rows(path: Path) -> Iterator[_Row]:
+def _stream_rows(path: Path) -> Iterator[Row]:
     pyarrow = _pyarrow(path)
-    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+    with _mapped(path) as source, pyarrow.ipc.open_stream(source) as stream:
         for batch in stream:
-            try:
-                batch.validate(full=True)  # offsets that damage has changed would be followed into nowhere
-            except pyarrow.ArrowException as error:
-                yield from [error] * batch.num_rows
-                continue
-            at_once = _rows_at_once(batch.nbytes, batch.num_rows)
-            for start in range(0, batch.num_rows, at_once):
-                yield from _batch_rows(batch.slice(start, at_once))
+            for piece in _sound_pieces(batch):
+                if isinstance(piece, Exception):
+                    yield piece
+                    continue
+                at_once = _rows_at_once(piece.nbytes, piece.num_rows)
+                for start in range(0, piece.num_rows, at_once):
+                    yield from rows_of(piece.slice(start, at_once))
 
 
-def _batch_rows(batch: Any) -> Iterator[_Row]:
-    """The rows of a piece, column by column where not all values have a counterpart in Python."""
-    try:
-        rows: list[_Row] = batch.to_pylist()
-    except Exception:
-        names = batch.schema.names
-        columns = [_values(column) for column in batch.columns]
-        rows = [_row(names, values) for values in zip(*columns, strict=True)]
-    yield from rows
+def _sound_pieces(batch: Any) -> Iterator[Any]:
+    """The rows in their order: pieces that can be read, and for each row that is damaged what is wrong.
 
-
-def _values(column: Any) -> list[Any]:
-    """The values of a column, one by one where not all of them can be had at once."""
-    try:
-        values: list[Any] = column.to_pylist()
-        return values
-    except Exception:
-        return [_value_or_fault(scalar) for scalar in column]
-
-
-def _value_or_fault(scalar: Any) -> Any:
-    try:
-        return _value(scalar)
-    except Exception as error:
-        return error
-
-
-def _value(scalar: Any) -> Any:
-    """A value as Python has it; times that it has not are text, at any depth. Raises what pyarrow raises."""
+    Offsets that damage has changed would be followed into nowhere.
+    """
     import pyarrow
 
-    kind, types = scalar.type, pyarrow.types
     try:
-        return scalar.as_py()
-    except Exception:
-        if types.is_struct(kind):
-            return {name: _value(item) for name, item in scalar.items()}
-        if types.is_map(kind):
-            return [tuple(_value(pair).values()) for pair in scalar.values]
-        if types.is_dictionary(kind):
-            return _value(scalar.value)
-        if types.is_nested(kind) and hasattr(scalar, "values"):  # a list of whatever kind
-            return [_value(item) for item in scalar.values]
-        if (text := arrow_text(scalar)) is None:
-            raise
-        return text
+        batch.validate(full=True)
+    except pyarrow.ArrowException as error:
+        if batch.num_rows == 1:
+            yield error
+        elif batch.num_rows:
+            half = batch.num_rows // 2
+            yield from _sound_pieces(batch.slice(0, half))
+            yield from _sound_pieces(batch.slice(half))
+    else:
+        yield batch
 
 
-def _row(names: Sequence[str], values: Sequence[Any]) -> _Row:
-    """The row, or what is wrong with one of its values."""
-    fault = next((value for value in values if isinstance(value, Exception)), None)
-    return fault or dict(zip(names, values, strict=True))
-
-
-def _records(rows: Iterator[_Row], index: int, count: int) -> Iterator[Record]:
+def _records(rows: Iterator[Row], index: int, count: int) -> Iterator[Record]:
     """Records of `count` rows from `index` on; where reading breaks off, the others are errors, not lost."""
     end = index + count
     fault = "the file ends before it"
@@ -231,11 +204,21 @@ def _rows_at_once(num_bytes: int, num_rows: int) -> int:
     return max(1, min(_PIECE_ROWS, _PIECE_BYTES * num_rows // max(1, num_bytes)))
 
 
-def _distinct_names(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidArgument(f"{path} has two columns of the name {brief(name)}; rename one of them")
-    return tuple(names)
+def _distinct_names(path: Path, schema: Any) -> tuple[str, ...]:
+    """The names of the columns; raises `InvalidArgument` where two, or two fields of one, share a name."""
+    seen: set[str] = set()
+    for field in schema:
+        if field.name in seen:
+            raise InvalidArgument(
+                f"{path} has two columns of the name {brief(field.name)}; rename one of them"
+            )
+        seen.add(field.name)
+        if (twice := field_twice(field.type)) is not None:
+            raise InvalidArgument(
+                f"{path} has two fields of the name {brief(twice)} in its column {brief(field.name)}; rename "
+                "one of them"
+            )
+    return tuple(schema.names)
 
 
 # ── folders of `datasets` ─────────────────────────────────────────────────────────────────────

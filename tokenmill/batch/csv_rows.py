@@ -7,6 +7,7 @@ in it on text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -57,17 +58,19 @@ class CsvRows:
             names = self._fields(first[1])
         except (DamagedFile, ValueError) as error:
             raise InvalidArgument(f"the header of {self._path} cannot be read: {error}") from None
-        if any("\r" in name for name in names):
+        if any(re.search("\r(?!\n)", name) for name in names):
             raise InvalidArgument(
                 f"{self._path} ends its lines by carriage returns alone; convert it: tr '\\r' '\\n'"
             )
+        seen: set[str] = set()
         for position, name in enumerate(names):
-            if not name.strip() or names.index(name) < position:
+            if not name.strip() or name in seen:
                 fault = f"{brief(name)} twice" if name.strip() else "no name"
                 raise InvalidArgument(
                     f"the header of {self._path} has {fault} in column {position + 1}; give each column a "
                     "name of its own"
                 )
+            seen.add(name)
         return tuple(names)
 
     def _record(self, index: int, number: int, text: bytes | None) -> Record:
@@ -132,19 +135,20 @@ def _logical_rows(path: Path, delimiter: bytes) -> Iterator[tuple[int, bytes | N
     A quote that nothing closes would take all lines behind it into its row: that row is its first line, and
     what follows is read as if it were closed there.
     """
-    unclosed = yield from _rows_from(1, path, delimiter)
-    while unclosed is not None:
-        yield unclosed
-        unclosed = yield from _rows_from(unclosed[0] + 1, path, delimiter)
+    unclosed = yield from _closed_rows(path, delimiter)
+    if unclosed is None:
+        return
+    # No line behind it closes a quote that is open where it begins. So none of them goes on in the next one.
+    for number, line in islice(read_lines(path), unclosed - 1, None):
+        if line is None or line.strip(b"\r\n"):
+            yield number, line
 
 
-def _rows_from(
-    start: int, path: Path, delimiter: bytes
-) -> Generator[tuple[int, bytes | None], None, tuple[int, bytes] | None]:
-    """The rows from a line on; returns the first line of one whose quote nothing closes."""
+def _closed_rows(path: Path, delimiter: bytes) -> Generator[tuple[int, bytes | None], None, int | None]:
+    """The rows up to one whose quote nothing closes; returns the number of its first line."""
     parts: list[bytes] = []
     first, size, is_quoted = 0, 0, False
-    for number, line in islice(read_lines(path), start - 1, None):
+    for number, line in read_lines(path):
         if not is_quoted:
             if line is not None and not line.strip(b"\r\n"):
                 continue
@@ -159,7 +163,7 @@ def _rows_from(
             parts.append(line)
         if not is_quoted:
             yield first, b"".join(parts) if size <= MAX_ROW_BYTES else None
-    return (first, parts[0]) if is_quoted else None
+    return first if is_quoted else None
 
 
 def _ends_quoted(line: bytes, delimiter: bytes, is_quoted: bool) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,6 +74,11 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"no valid JSON: {error.msg.removesuffix(' at')} at {place}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        if "set_int_max_str_digits" not in str(error):
+            raise
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"a whole number has more than {most} digits; write it as a text") from None
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deep(value):
         raise ValueError(_TOO_DEEP)
     return value
@@ -118,8 +125,7 @@ def _finite(text: str) -> float:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
         raise ValueError(f"the key {brief(twice)} is there twice; keep one of them")
     return found
 

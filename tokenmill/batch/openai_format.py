@@ -43,8 +43,9 @@ def is_batch_file(source: Source, *, has_columns: bool = False) -> bool:
     """
     if source.format != "jsonl":
         return False
-    for record in islice(source, _ROWS_TO_DETECT):
-        names = (record.fields or {}).keys()
+    readable = (record.fields for record in source if record.fields is not None)
+    for fields in islice(readable, _ROWS_TO_DETECT):
+        names = fields.keys()
         has_prompt = has_columns or not names.isdisjoint(PROMPT_COLUMNS)
         if {"method", "url", "body"} <= names and ("custom_id" in names or not has_prompt):
             return True

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.batch.input_record import Record, Source
-from tokenmill.frontend.openai import COMPLETIONS_URL, MOST_PROMPTS
+from tokenmill.errors import InvalidArgument
+from tokenmill.frontend.openai import COMPLETIONS_URL, read_prompts
 from tokenmill.frozen import lightly_frozen
 
 Results = Sequence[Mapping[str, Any]]
@@ -78,8 +79,11 @@ def _parts(record: Record) -> list[Record]:
     prompts = body.get("prompt")
     if not isinstance(prompts, list):
         return [record]
-    is_one = {*map(type, prompts)} not in ({str}, {list})
-    if is_one or not 1 < len(prompts) <= MOST_PROMPTS:
+    try:
+        count = len(read_prompts(prompts))
+    except InvalidArgument:  # what is wrong with them is told where the whole line is read
+        return [record]
+    if count == 1:
         return [record]
     return [
         Part(
@@ -89,7 +93,7 @@ def _parts(record: Record) -> list[Record]:
             None,
             whole=record,
             number=number,
-            count=len(prompts),
+            count=count,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,39 @@ def _common_type(pyarrow: Any, known: Any, values: list[Any]) -> Any:
 
 
 def _found_type(pyarrow: Any, values: list[Any]) -> Any:
-    """The type that pyarrow finds for values; integers beyond 64 bits with a sign count as such with one."""
+    """The type that pyarrow finds for values; integers beyond 64 bits with a sign count as such with one.
+
+    Raises TypeError for truth values among numbers, which pyarrow would take for numbers.
+    """
     try:
-        return pyarrow.array(values).type
+        found = pyarrow.array(values).type
     except OverflowError:
-        return pyarrow.array(_within_signed(values)).type
+        found = pyarrow.array(_within_signed(values)).type
+    if any(_has_truth_as_number(value, found) for value in values):
+        raise TypeError("numbers and truth values have no type in common")
+    return found
+
+
+def _has_truth_as_number(value: Any, kind: Any) -> bool:
+    """Whether a value has a truth value, at any depth, where the type has a number with a fraction."""
+    types = _pyarrow().types
+    if types.is_floating(kind):
+        return isinstance(value, bool)
+    if types.is_list(kind) and _has_fractions(kind):
+        return any(_has_truth_as_number(item, kind.value_type) for item in value or ())
+    if types.is_struct(kind) and _has_fractions(kind):
+        return any(_has_truth_as_number((value or {}).get(field.name), field.type) for field in kind)
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _has_fractions(kind: Any) -> bool:
+    types = _pyarrow().types
+    if types.is_list(kind):
+        return _has_fractions(kind.value_type)
+    if types.is_struct(kind):
+        return any(_has_fractions(field.type) for field in kind)
+    return bool(types.is_floating(kind))
 
 
 def _within_signed(value: Any) -> Any:

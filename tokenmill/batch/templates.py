@@ -12,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenmill.batch.json_text import json_bytes
 from tokenmill.errors import InvalidArgument, did_you_mean, told
-from tokenmill.sampling_params import check_text, show
+from tokenmill.sampling_params import brief, check_text, show
 
 # All columns of the row as a dict, for names that are no identifiers: `{{ row["my column"] }}`.
 _WHOLE_ROW = "row"
@@ -28,7 +29,7 @@ class RowTemplate:
         from jinja2 import StrictUndefined, TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_written)
         self._environment.filters["tojson"] = _to_json
         # The same row is to have the same prompt whenever it is read.
         del self._environment.filters["random"], self._environment.globals["lipsum"]
@@ -39,6 +40,8 @@ class RowTemplate:
             raise InvalidArgument(f"the template is faulty in line {error.lineno}: {error.message}") from None
         except (RecursionError, SyntaxError, MemoryError):  # limits of Python, which compiles it
             raise InvalidArgument("the template is nested too deeply; make it flatter") from None
+        if (word := _other_template(self._environment.parse(self._source))) is not None:
+            raise InvalidArgument(f"the template has {{% {word} %}}, but there are no others; write it out")
 
     @cached_property
     def needed(self) -> frozenset[str]:
@@ -61,6 +64,8 @@ class RowTemplate:
             raise InvalidArgument(
                 f"the template needs what the row has not: {error.message}.{hint}"
             ) from None
+        except InvalidArgument as error:
+            raise InvalidArgument(f"the template cannot be rendered: {error}") from None
         except Exception as error:  # a template is a program, and may fail in any way
             raise InvalidArgument(f"the template cannot be rendered: {told(error)}") from None
 
@@ -94,6 +99,30 @@ def _asked_for(tree: Any) -> Iterator[str]:
             yield node.node.name
 
 
+def _other_template(tree: Any) -> str | None:
+    """The word by which a template refers to another one; None if it does not."""
+    from jinja2 import nodes
+
+    words = {nodes.Include: "include", nodes.Extends: "extends", nodes.Import: "import"}
+    words[nodes.FromImport] = "from"
+    return next((words[type(node)] for node in tree.find_all(tuple(words))), None)
+
+
+def _written(value: Any) -> Any:
+    """What a template writes, if it is data: a method's text, say, would differ from run to run."""
+    from jinja2 import Undefined
+
+    kind = type(value)
+    is_data = not (callable(value) or isinstance(value, Iterator) or kind.__module__.startswith("jinja2."))
+    if isinstance(value, Undefined) or is_data:
+        return value
+    name = getattr(value, "__name__", kind.__name__)
+    raise InvalidArgument(
+        f"it writes {brief(name)}, which is no data but a part of a program; a column of such a name is "
+        f"{_WHOLE_ROW}['name'], a key item['name']"
+    )
+
+
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as models read it: Jinja's own would escape what HTML needs escaped."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    """JSON as models read it: Jinja's own would escape what HTML needs escaped. Times are texts, as in outputs."""
+    return json.dumps(json.loads(json_bytes(value)), ensure_ascii=False, indent=indent)

@@ -22,6 +22,7 @@ _OTHER_MARKS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
+_GZIP_MARK = b"\x1f\x8b"
 _PIECE_BYTES = 2**20  # of a line that is passed over
 
 
@@ -44,7 +45,13 @@ def check_encoding(path: Path) -> None:
     for mark, name in _OTHER_MARKS.items():
         if start.startswith(mark):
             raise _wrong_encoding(path, name)
-    # Without a mark, but every second byte of the first characters is zero.
+    if start.startswith(_GZIP_MARK):
+        raise InvalidArgument(
+            f"{path} is compressed by gzip, but its name does not say so; rename it to {path.name}.gz"
+        )
+    # Without a mark, but three of the first four bytes are zero, or every second one is.
+    if len(start) == 4 and start.count(0) == 3 and (start[0] or start[3]):
+        raise _wrong_encoding(path, "UTF-32")
     if len(start) == 4 and (start[0], start[2]) != (0, 0) and start[1] == start[3] == 0:
         raise _wrong_encoding(path, "UTF-16")
     if len(start) == 4 and (start[1], start[3]) != (0, 0) and start[0] == start[2] == 0:

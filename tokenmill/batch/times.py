@@ -28,20 +28,36 @@ def timedelta_text(value: datetime.timedelta) -> str:
     return duration_text(1000 * microseconds + getattr(value, "nanoseconds", 0))
 
 
-def arrow_text(scalar: Any) -> str | None:
-    """A time, date or duration of Arrow as text, to its last digit; None for what is none of these."""
+def arrow_time(scalar: Any) -> Any:
+    """A time, date or duration of Arrow as Python has it; else as text, to its last digit."""
     import pyarrow
 
     kind, types = scalar.type, pyarrow.types
+    value, rest = scalar, 0
+    if getattr(kind, "unit", None) == "ns":  # pyarrow's own objects for these are pandas'
+        microseconds, rest = divmod(scalar.value, 1000)
+        value = pyarrow.scalar(microseconds, _in_microseconds(kind))
+    if not rest:
+        with contextlib.suppress(ValueError, OverflowError, KeyError):
+            return value.as_py()
     if types.is_timestamp(kind):
         return _timestamp_text(scalar.value, kind.unit, kind.tz)
     if types.is_duration(kind):
         return duration_text(scalar.value * _IN_NANOSECONDS[kind.unit])
     if types.is_time(kind):
-        return _fine_text(scalar.value, pyarrow.time64("us"), len("12:00:00.000000"))
+        return _fine_text(scalar.value, kind, len("12:00:00.000000"))
     if types.is_date(kind):
         return _far_text(scalar.value // (1 if types.is_date32(kind) else _MILLISECONDS_OF_DAY), "D")
-    return None
+    return scalar.as_py()
+
+
+def _in_microseconds(kind: Any) -> Any:
+    """The type of the same times in microseconds."""
+    import pyarrow
+
+    if pyarrow.types.is_timestamp(kind):
+        return pyarrow.timestamp("us", kind.tz)
+    return pyarrow.duration("us") if pyarrow.types.is_duration(kind) else pyarrow.time64("us")
 
 
 def _timestamp_text(value: int, unit: str, zone: str | None) -> str:
@@ -52,16 +68,18 @@ def _timestamp_text(value: int, unit: str, zone: str | None) -> str:
 
     if unit == "ns":
         with contextlib.suppress(ValueError, KeyError):
-            return _fine_text(value, pyarrow.timestamp("us", zone), len("2026-03-01T12:00:00.000000"))
+            return _fine_text(value, pyarrow.timestamp(unit, zone), len("2026-03-01T12:00:00.000000"))
     return f"{_far_text(value, unit)}+00:00"
 
 
-def _fine_text(nanoseconds: int, type: Any, digits_end: int) -> str:
-    """A time in nanoseconds, by its type in microseconds and the place where their digits end."""
+def _fine_text(nanoseconds: int, kind: Any, digits_end: int) -> str:
+    """A time in nanoseconds, by its type and the place where the digits of its microseconds end."""
     import pyarrow
 
     microseconds, rest = divmod(nanoseconds, 1000)
-    text: str = pyarrow.scalar(microseconds, type).as_py().isoformat(timespec="microseconds")
+    text: str = (
+        pyarrow.scalar(microseconds, _in_microseconds(kind)).as_py().isoformat(timespec="microseconds")
+    )
     return f"{text[:digits_end]}{rest:03d}{text[digits_end:]}"
 
 

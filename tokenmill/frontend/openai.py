@@ -7,6 +7,7 @@ bodies belong to others, and so do the values of parameters that both sides shar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 from tokenmill.errors import InvalidArgument, RowError, UnknownArgument, WrongType, did_you_mean
@@ -19,7 +20,7 @@ COMPLETIONS_URL = "/v1/completions"
 CREATED = 0
 
 _DEFAULT_COMPLETION_TOKENS = 16
-MOST_PROMPTS = 65_536
+_MOST_PROMPTS = 65_536
 # Sampling parameters under the same name on both sides, with those of ours that OpenAI has not.
 _SAME = {
     *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -116,7 +117,7 @@ def read_completions(body: Any, *, defaults: Mapping[str, Any] | None = None) ->
     item: dict[str, Any] = {"sampling_params": params, **_options(given)}
     if "logprobs" in given:
         item |= _logprobs(check_whole("logprobs", given["logprobs"], minimum=0))
-    return [{**prompt, **item} for prompt in _prompts(given["prompt"])]
+    return [{**prompt, **item} for prompt in read_prompts(given["prompt"])]
 
 
 def _read_names(body: Any, own: set[str]) -> dict[str, Any]:
@@ -200,6 +201,8 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     choice = given.get("tool_choice", "auto")
     if choice not in ("none", "auto"):
         raise InvalidArgument(f"tool_choice must be 'none' or 'auto', got {show(choice)}; leave it out")
+    if "tools" in given and not isinstance(given["tools"], list):
+        raise WrongType(f"tools must be a list of functions, got {show(given['tools'])}")
     return {"tools": given["tools"]} if given.get("tools") else {}
 
 
@@ -207,19 +210,22 @@ def _logprobs(num_top: int) -> dict[str, Any]:
     return {"return_logprob": True, "top_logprobs_num": num_top, "return_text_in_logprobs": True}
 
 
-def _prompts(value: Any) -> list[dict[str, Any]]:
-    """A text, a list of texts, token ids, or a list of lists of them."""
+def read_prompts(value: Any) -> list[dict[str, Any]]:
+    """The prompts of a body: a text, a list of texts, token ids, or a list of lists of them.
+
+    Raises `InvalidArgument` for anything else, also where the items of a list differ.
+    """
     if isinstance(value, str):
         return [{"prompt": value}]
     if isinstance(value, list) and value:
         kinds = set(map(type, value))
         if kinds == {int}:
             return [{"input_ids": value}]
-        if len(value) > MOST_PROMPTS:
-            raise InvalidArgument(f"prompt has {len(value)} prompts; at most {MOST_PROMPTS} are allowed")
+        if len(value) > _MOST_PROMPTS:
+            raise InvalidArgument(f"prompt has {len(value)} prompts; at most {_MOST_PROMPTS} are allowed")
         if kinds == {str}:
             return [{"prompt": text} for text in value]
-        if kinds == {list}:
+        if kinds == {list} and all({*map(type, ids)} == {int} for ids in value):
             return [{"input_ids": ids} for ids in value]
     raise WrongType(
         f"prompt must be a text, a list of texts, token ids, or a list of lists of them, got {show(value)}"
@@ -313,10 +319,21 @@ def _shown_logprobs(
     if tokens is None:
         return None
     # The token that ended the text is not part of it, nor is one that was drawn although none was wanted.
-    count = len(tokens) - (1 if type(facts["finish_reason"].get("matched")) is int else 0)
+    matched = facts["finish_reason"].get("matched")
+    count = len(tokens) - (1 if type(matched) is int else 0)
     count = min(count, facts["completion_tokens"])
+    if isinstance(matched, str):
+        count = _num_shown(result["text"], [text for _, _, text in tokens[:count]])
     tops = facts.get("output_top_logprobs") or [()] * len(tokens)
     return shape(list(tokens[:count]), list(tops[:count]))
+
+
+def _num_shown(text: str, texts: Sequence[str]) -> int:
+    """How many of an output's tokens its text shows, which may have been cut at a stop string."""
+    if not "".join(texts).startswith(text):  # characters in several tokens, or tokens that are no text
+        return len(texts)
+    ends = accumulate(map(len, texts), initial=0)
+    return sum(begin < len(text) for begin in islice(ends, len(texts)))
 
 
 def _chat_logprobs(tokens: list[_Entry], tops: list[Sequence[_Entry]]) -> dict[str, Any]:
