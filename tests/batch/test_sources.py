@@ -184,7 +184,7 @@ def test_a_file_in_another_unicode_encoding_is_refused(tmp_path: Path, name: str
 
 def test_compressed_lines_under_a_plain_name_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "in.jsonl", gzip.compress(b'{"prompt": "Hi"}\n'))
-    with pytest.raises(InvalidArgument, match="compressed by gzip.*rename it to in.jsonl.gz"):
+    with pytest.raises(InvalidArgument, match=r"compressed by gzip.*rename it to in\.jsonl\.gz"):
         open_source(path)
 
 

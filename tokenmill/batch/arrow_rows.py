@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

@@ -124,5 +124,5 @@ def _written(value: Any) -> Any:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as models read it: Jinja's own would escape what HTML needs escaped. Times are texts, as in outputs."""
+    """JSON as models read it, and as outputs have it: Jinja's own would escape what HTML needs escaped."""
     return json.dumps(json.loads(json_bytes(value)), ensure_ascii=False, indent=indent)
