@@ -496,6 +496,18 @@ def test_a_reader_that_goes_away_is_no_error_message() -> None:
 
 
 @pytest.mark.cpu
+def test_a_job_is_done_though_its_summary_has_no_room(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello"}\n')
+    command = ("batch", str(tmp_path / "in.jsonl"), "--max-new-tokens", "2", "--no-core-process")
+    with open("/dev/full", "w") as full, tokenmill_process(*command, stdout=full) as process:
+        assert process.stderr is not None
+        error = process.stderr.read()
+    assert "warning: the summary cannot be printed: No space left on device; all else is done" in error
+    assert process.returncode == 0
+    assert (tmp_path / "in.out.jsonl").exists()
+
+
+@pytest.mark.cpu
 def test_ctrl_c_ends_a_running_command_quietly() -> None:
     process = tokenmill_process("chat", "--ignore-eos", "--max-new-tokens", "1500")
     assert process.stdin is not None

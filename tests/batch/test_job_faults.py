@@ -17,6 +17,7 @@ import torch
 from tests.batch.row_files import capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, WrongType, batch
 from tokenmill.batch import job
+from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.work import Work
 
 pytestmark = pytest.mark.cpu
@@ -428,6 +429,34 @@ def test_rows_take_the_place_of_a_larger_file_at_once(
         do(capitals(3), overwrite=True)
     assert len(read(output)) == 3
     assert output.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_job_that_is_refused_replaces_nothing(do: Callable[..., Any], tmp_path: Path) -> None:
+    """Though it may replace its output: its error file is another job's."""
+    write(tmp_path / "in.jsonl", [REQUEST])
+    (tmp_path / "out.jsonl").write_text("precious\n")
+    errors = LineFile(tmp_path / "errors.jsonl")
+    with pytest.raises(JobStopped, match=r"errors.jsonl.* is being written by another job"):
+        do(error_file=tmp_path / "errors.jsonl", overwrite=True)
+    errors.close()
+    assert (tmp_path / "out.jsonl").read_text() == "precious\n"
+    assert not (tmp_path / "out.jsonl.journal").exists()
+
+
+@pytest.mark.parametrize("may_overwrite", [False, True])
+def test_a_job_that_did_not_start_owns_no_output_of_a_journal(
+    do: Callable[..., Any], tmp_path: Path, may_overwrite: bool
+) -> None:
+    source, shared, mine = tmp_path / "in.jsonl", tmp_path / "shared.journal", tmp_path / "mine.jsonl"
+    do(capitals(2), journal=shared)
+    if may_overwrite:
+        mine.write_text("precious\n")
+    with pytest.raises(InvalidArgument, match="context_length"):
+        batch.run(source, mine, journal=shared, overwrite=may_overwrite, model_path="tiny", context_length=-5)
+    mine.write_text("precious\n")
+    with pytest.raises(InvalidArgument, match=r"mine.jsonl.* is there already"):
+        do(output=mine, journal=shared)
+    assert mine.read_text() == "precious\n"
 
 
 def test_a_report_replaces_reports_only(do: Callable[..., Any], tmp_path: Path) -> None:

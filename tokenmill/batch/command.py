@@ -84,10 +84,21 @@ def _run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt as interrupt:
             code = EXIT_TERMINATED if isinstance(interrupt, _Terminated) else EXIT_INTERRUPTED
     summary = job.summary()
-    print(json.dumps({name: value for name, value in summary.items() if name not in _NOT_PRINTED}))
+    _show({name: value for name, value in summary.items() if name not in _NOT_PRINTED})
     if code:
         print("interrupted; what is finished is kept, and the same command goes on", file=sys.stderr)
     return code or (EXIT_SOME_FAILED if summary["errors"] else EXIT_OK)
+
+
+def _show(summary: dict[str, Any]) -> None:
+    """Print a summary; what is no longer read or has no room for it does not make the work undone."""
+    try:
+        print(json.dumps(summary), flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _tell_warning(f"the summary cannot be printed: {error.strerror}; all else is done")
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Terminated(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Brings to the disk what a job has finished, from a thread of its own.
+"""Brings to the disk what a job has finished, from threads of its own.
 
 Owns when, and in which order: a line never stands in an output before the journal has its row.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -24,16 +24,17 @@ _PAUSE_SECONDS = 0.005
 class Commits:
     """Commits a journal and its outputs from the start of a `with` block to its end, and once more there.
 
-    No other thread writes, so that an interrupt, which ends whatever its thread is at, tears nothing.
+    One thread alone writes, so that an interrupt, which ends whatever its thread is at, tears nothing, and
+    another one waits for the disk, which may take seconds.
     """
 
     def __init__(self, journal: Journal, outputs: Sequence[LineFile]) -> None:
         self._journal = journal
         self._outputs = outputs
         self._failure: Exception | None = None
-        self._has_ended = False
+        self._has_ended = threading.Event()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tokenmill-commits", daemon=True)
+        self._threads = [_Thread(self._commit_often), _Thread(self._sync_often)]
 
     def check(self) -> None:
         """After every row: raise `JobStopped` if the disk takes no more, and let no memory fill meanwhile."""
@@ -44,15 +45,16 @@ class Commits:
             raise self._failure
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._has_ended = True
-        self._wake.set()
-        self._thread.join()
+        interrupt = self._end()
+        if interrupt is not None:
+            raise interrupt
         if error is None and self._failure is not None:
             raise self._failure
 
@@ -60,19 +62,37 @@ class Commits:
     def _num_waiting_bytes(self) -> int:
         return self._journal.num_waiting_bytes + sum(output.num_waiting_bytes for output in self._outputs)
 
-    def _run(self) -> None:
+    def _end(self) -> KeyboardInterrupt | None:
+        """Wait until all is on the disk; an interrupt meanwhile is returned, for nothing is safe before."""
+        interrupt = None
+        while True:
+            try:
+                self._has_ended.set()
+                self._wake.set()
+                for thread in self._threads:
+                    thread.wait()
+                return interrupt
+            except KeyboardInterrupt as late:
+                interrupt = late
+
+    def _commit_often(self) -> None:
         is_last = False
-        synced = time.monotonic()
         while not is_last and self._failure is None:
             self._wake.wait(_COMMIT_SECONDS)
             self._wake.clear()
-            is_last = self._has_ended
+            is_last = self._has_ended.is_set()
             try:
                 self._commit()
-                if is_last or time.monotonic() > synced + _SYNC_SECONDS:
+                if is_last:
                     self._journal.sync()
-                    synced = time.monotonic()
             except Exception as failure:  # for whoever adds the next row
+                self._failure = failure
+
+    def _sync_often(self) -> None:
+        while not self._has_ended.wait(_SYNC_SECONDS) and self._failure is None:
+            try:
+                self._journal.sync()
+            except Exception as failure:
                 self._failure = failure
 
     def _commit(self) -> None:
@@ -80,3 +100,23 @@ class Commits:
         self._journal.commit()
         for output, lines in taken:
             output.write(lines)
+
+
+class _Thread(threading.Thread):
+    """One that can be waited for through interrupts, by which a join takes it for ended (Python 3.11)."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="tokenmill-commits", daemon=True)
+        self._work = work
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._has_ended.set()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._has_ended.wait()
+        self.join()

@@ -81,7 +81,7 @@ class JobFiles:
         return {name: None if path is None else str(path) for name, path in paths.items()}
 
     def open_journal(self, *, overwrite: bool) -> tuple[Journal, list[Path]]:
-        """The journal, locked, and outputs of others, to be replaced. From now on it knows all outputs.
+        """The journal, locked, and outputs of others, to be replaced.
 
         Raises `JobStopped` if it is in use, and `InvalidArgument` for an output that is there and that it
         does not know, unless that may be replaced.
@@ -98,14 +98,18 @@ class JobFiles:
             unknown = [path for path in self.written if journal.find(self._claim(path)) is None]
             if not overwrite:
                 self._check_own(unknown, journal)
-            for path in unknown:
-                journal.add(self._claim(path), {"output": path.name})
-            journal.commit()
             _tell_of_damage(journal)
         except BaseException:
             journal.close()
             raise
         return journal, [path for path in unknown if overwrite and _has_content(path)]
+
+    def claim(self, journal: Journal) -> None:
+        """Let the journal know the outputs: from now on they are this job's. Raises `JobStopped`."""
+        for path in self.written:
+            if journal.find(self._claim(path)) is None:
+                journal.add(self._claim(path), {"output": path.name})
+        journal.commit()
 
     def appeared(self, before: list[Path]) -> list[Path]:
         """The outputs that are there now, and were not among these."""

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,11 @@ class BatchJob:
                     raise JobStopped(
                         f"another job has written {str(path)!r} while this one started; give each its own"
                     )
-                outputs = self._open_outputs(stack, form, foreign)
+                outputs = self._open_outputs(stack, form)
+                self.files.claim(journal)
+                for each in outputs:
+                    if each is not None and each.path in foreign:
+                        each.replace_foreign()
             except BaseException:
                 if is_first:  # nothing was done, and no output is this job's
                     self.files.journal.unlink(missing_ok=True)
@@ -193,17 +197,17 @@ class BatchJob:
         return {} if self._is_openai else self._config.sampling_params
 
     def _open_outputs(
-        self, stack: contextlib.ExitStack, form: OutputFormat, foreign: Sequence[Path]
+        self, stack: contextlib.ExitStack, form: OutputFormat
     ) -> tuple[LineFile, LineFile | None]:
-        """Where rows go, and where errors go; `stack` closes them. Files of others give way at once."""
+        """Where rows go, and where errors go; `stack` closes them."""
         if isinstance(form, TableOutput):
             output = _opened(stack, form.lines_path)
             # Whatever ends the job, the next run has these from the journal.
             stack.callback(form.lines_path.unlink, missing_ok=True)
         else:
-            output = _opened(stack, self.files.output, foreign)
+            output = _opened(stack, self.files.output)
         errors = self.files.error_file
-        return output, None if errors is None else _opened(stack, errors, foreign)
+        return output, None if errors is None else _opened(stack, errors)
 
     def _answer(
         self,
@@ -316,8 +320,8 @@ def _warning_of_disk(path: Path) -> Iterator[None]:
         )
 
 
-def _opened(stack: contextlib.ExitStack, path: Path, foreign: Sequence[Path] = ()) -> LineFile:
-    file = LineFile(path, is_foreign=path in foreign)
+def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
+    file = LineFile(path)
     stack.callback(file.close)
     return file
 

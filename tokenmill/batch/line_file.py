@@ -31,19 +31,14 @@ class LineFile:
     more what it had.
     """
 
-    def __init__(self, path: Path, *, is_foreign: bool = False) -> None:
-        """Begin the file beside `path`, or at `path` if nothing is there yet. Raises `JobStopped`.
-
-        What is there gives way at once if it `is_foreign`; other links to it stay.
-        """
+    def __init__(self, path: Path) -> None:
+        """Begin the file beside `path`, or at `path` if nothing is there yet. Raises `JobStopped`."""
         self.path = path
         self._working_path = path
         self._size_before = 0
         if path.exists():
             with path.open("rb") as before:
                 _take_lock(before, path)  # the job that writes it has it until its end
-                if is_foreign:
-                    replace_whole(path, lambda empty: empty.touch())
             self._size_before = path.stat().st_size
             self._working_path = beside(path, "partial")
         self._file = _opened(self._working_path)
@@ -60,6 +55,11 @@ class LineFile:
     def num_waiting_bytes(self) -> int:
         """How much the next commit writes."""
         return self._next_start - self._end
+
+    def replace_foreign(self) -> None:
+        """What is there gives way at once; other links to it stay. Before anything is written."""
+        replace_whole(self.path, lambda empty: empty.touch())
+        self._size_before = 0
 
     def add(self, index: int, line: bytes) -> None:
         """The line of a row, with its line end; in the file with the next `write`."""
