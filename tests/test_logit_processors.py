@@ -318,6 +318,7 @@ def test_with_the_core_in_a_process_of_its_own() -> None:
 
 
 SCRIPT = """
+import beside
 import tokenmill as sgl
 from tokenmill.logit_processors import CustomLogitProcessor
 
@@ -336,18 +337,37 @@ if __name__ == "__main__":
     with sgl.Engine(model_path="tiny", core_process=True) as llm:
         params = {"max_new_tokens": 3, "ignore_eos": True}
         print(llm.generate(["a", "b"], params, custom_logit_processor=Counting)["output_ids"])
+        print(llm.generate("a", params, custom_logit_processor=beside.Always)["output_ids"])
+"""
+
+BESIDE = """
+from tokenmill.logit_processors import CustomLogitProcessor
+
+
+class Always(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        logits[:, :80] = logits[:, 81:] = float("-inf")
+        return logits
 """
 
 
 def test_from_a_script_to_a_core_in_another_process(tmp_path: Path) -> None:
-    """The class, and what it uses of its script, exist in the script only."""
-    script = tmp_path / "script.py"
+    """One class is there in the script only, with what it uses of it, the other in a module beside it.
+
+    What lies in the current folder is nobody's, also if it has the name of a module of Python's.
+    """
+    script = tmp_path / "script" / "script.py"
+    script.parent.mkdir()
     script.write_text(SCRIPT, encoding="utf-8")
+    script.with_name("beside.py").write_text(BESIDE, encoding="utf-8")
+    (tmp_path / "queue.py").write_text("raise RuntimeError")
     done = subprocess.run(
         [sys.executable, str(script)],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(sgl.__file__).parent.parent)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.stdout.split("\n")[0] == "[[70, 71, 72], [70, 71, 72]]", done.stderr
+    assert done.stdout.split("\n")[1] == "[80, 80, 80]", done.stderr

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenmill as sgl
-from tokenmill.errors import ERROR_TYPES
+from tokenmill.errors import ERROR_TYPES, told
 
 pytestmark = pytest.mark.cpu
 
@@ -370,6 +370,11 @@ def test_a_processor_that_cannot_cross_is_its_rows_fault() -> None:
             ["a", "b"], SHORT, custom_logit_processor=[Stays(), None], on_error="return"
         )
         assert types_of(results) == ["bad_parameters", None]
+
+
+def test_messages_of_others_can_be_written_to_a_file() -> None:
+    """A processor's, say; the whole way through an engine would need a log that takes half a character."""
+    assert told(ValueError("half \ud800, é")).encode() == "ValueError: half \\ud800, é".encode()
 
 
 def test_without_a_tokenizer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import Any, TypedDict
 
@@ -118,6 +119,7 @@ def engine_dead(cause: BaseException) -> EngineDead:
 _LONGEST_TEXT = 1600
 _LONGEST_MESSAGE = 600
 _LONGEST_NAME = 60
+_MOST_NAMES = 1000
 
 
 class RowError(TypedDict):
@@ -181,10 +183,15 @@ def told(error: BaseException) -> str:
     except Exception:
         message = "its message cannot be read"
     short = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
-    return f"{type(error).__name__[:_LONGEST_NAME]}: {short}"
+    text = f"{type(error).__name__[:_LONGEST_NAME]}: {short}"
+    return text.encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be written
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` (with a leading space) for the closest known name, else an empty string."""
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1, cutoff=0.6)
+    """` Did you mean 'x'?` (with a leading space) for the closest known name, else an empty string.
+
+    Of very many names only the first ones are looked at, which takes 0.06 s.
+    """
+    some = list(islice(known, _MOST_NAMES))
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], some, n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -277,6 +277,21 @@ def test_a_job_is_done_though_its_report_or_plan_has_no_room(
     assert made.summary()["rows"]["done"] == (2 if full == "report" else 0)
 
 
+def test_a_job_that_is_interrupted_has_its_report(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Work.run
+
+    def run(work: Work) -> None:
+        plain(work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        do(capitals(3), report=tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().startswith("<!")
+
+
 # ── rows alike ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -354,6 +354,66 @@ def test_an_error_of_the_source_comes_after_what_came_before_it(engine: sgl.Engi
         assert sorted(taken, key=int) == list(map(str, range(30)))
 
 
+class Failing:
+    """An iterator that raises what no iterator should, after three items."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error, self._left = error, 3
+
+    def __iter__(self) -> Failing:
+        return self
+
+    def __next__(self) -> str:
+        if not self._left:
+            raise self._error
+        self._left -= 1
+        return "a"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (asyncio.CancelledError(), asyncio.CancelledError),
+        (GeneratorExit(), GeneratorExit),
+        (StopAsyncIteration(), RuntimeError),
+    ],
+)
+def test_a_source_that_raises_anything_ends_async_for(
+    engine: sgl.Engine, error: BaseException, expected: type[BaseException]
+) -> None:
+    """It went on for ever, or ended as if there were no more rows."""
+    taken: list[str] = []
+
+    async def run() -> None:
+        async for result in engine.iter(Failing(error)):
+            taken.append(result["text"])
+
+    async def in_time() -> None:
+        await asyncio.wait_for(run(), 20)
+
+    with pytest.raises(expected):
+        asyncio.run(in_time())
+    assert taken == ["a"] * 3
+
+
+def test_a_source_whose_task_was_cancelled_ends_async_for(engine: sgl.Engine) -> None:
+    taken: list[str] = []
+
+    async def source() -> AsyncIterator[str]:
+        yield "a"
+        task = asyncio.create_task(asyncio.sleep(10))
+        task.cancel()
+        await task
+
+    async def run() -> None:
+        async for result in engine.iter(source()):
+            taken.append(result["text"])
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert taken == ["a"]
+
+
 # ── back-pressure ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -646,6 +706,39 @@ def test_closing_ends_the_wait_of_others(engine: sgl.Engine, cores: list[Any], g
     asyncio.run(waiting(each(["a"])))
     gate.set()
     wait_until(lambda: is_clean(engine, cores[0]))
+
+
+def test_closing_while_rows_are_started_ends_the_loop(engine: sgl.Engine, cores: list[Any]) -> None:
+    """By another thread: what was counted behind its back was waited for without end."""
+
+    async def run() -> list[Any]:
+        results = engine.iter(map(str, range(10_000)), window=16)
+        submit, count = results._flow._submit, itertools.count(1)
+
+        def submit_and_close() -> None:
+            submit()
+            if next(count) == 3:
+                thread = threading.Thread(target=results.close)
+                thread.start()
+                thread.join()
+
+        results._flow._submit = submit_and_close  # type: ignore[method-assign]
+        return await asyncio.wait_for(collected(results), 20)
+
+    assert len(asyncio.run(run())) < 100
+    wait_until(lambda: is_clean(engine, cores[0]))
+
+
+def test_another_event_loop_is_refused(engine: sgl.Engine, cores: list[Any]) -> None:
+    results = engine.iter(map(str, range(100)), window=8)
+    asyncio.run(asyncio.wait_for(anext_of(results), 20))
+    with pytest.raises(sgl.WrongState, match="begun in another event loop"):
+        asyncio.run(anext_of(results))
+    wait_until(lambda: is_clean(engine, cores[0]))
+
+
+async def anext_of(results: Any) -> Any:
+    return await anext(results)
 
 
 @pytest.mark.parametrize("order", ["completion", "input"])

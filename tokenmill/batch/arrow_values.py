@@ -33,7 +33,7 @@ def field_twice(kind: Any) -> str | None:
     import pyarrow
 
     if pyarrow.types.is_struct(kind):
-        names = [field.name for field in kind]
+        names: list[str] = [field.name for field in kind]
         if len(set(names)) < len(names):
             return next(name for position, name in enumerate(names) if name in names[:position])
     found = (field_twice(inner) for inner in _inner_types(kind))

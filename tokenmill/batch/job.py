@@ -149,10 +149,12 @@ class BatchJob:
             look = partial(look_at_device, engine, self.figures)
             look()  # what the device did before the job does not count
             stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
-            self._answer(engine, journal, form, outputs)
-        if self.files.report is not None:
-            with _warning_of_disk(self.files.report):
-                write_report(self.summary(), self.files.report)
+            try:
+                self._answer(engine, journal, form, outputs)
+            except BaseException:
+                self._write_report()  # of what was done by then
+                raise
+        self._write_report()
 
     def plan(self) -> Plan:
         """What the job would take, if nothing of it was done before.
@@ -190,6 +192,11 @@ class BatchJob:
             **told,
             **({} if plan is None else {"plan": predicted_and_actual(plan, told)}),
         }
+
+    def _write_report(self) -> None:
+        if self.files.report is not None:
+            with _warning_of_disk(self.files.report):
+                write_report(self.summary(), self.files.report)
 
     @property
     def _row_params(self) -> Mapping[str, Any]:

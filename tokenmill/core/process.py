@@ -249,12 +249,14 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:
     ours, theirs = socket.socketpair()
     their_lifeline, our_lifeline = multiprocessing.Pipe(duplex=False)
     passed = [theirs.fileno(), their_lifeline.fileno()]
-    paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # What can be imported here can be there, from the same places, and nothing else: not what just happens to
+    # lie in the current folder (-P).
+    paths = [path or "." for path in sys.path if isinstance(path, str)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
+        [sys.executable, "-P", "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
         pass_fds=passed,
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*paths, str(_PACKAGE_PARENT)])},
         start_new_session=True,  # Ctrl-C is the parent's to handle
     )
     theirs.close()

@@ -223,6 +223,11 @@ class Flow:
         self._slots: deque[Slot] = deque()  # in the order in which they are handed out
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nobody waits for rows any more."""
+        return self._closed
+
+    @property
     def has_room(self) -> bool:
         """Whether another sequence of rows should be added."""
         return not self.num_held or self.num_held + self.chunk <= self.window
@@ -348,6 +353,8 @@ class Flow:
             self._num_requests -= sum(len(call.rows) for call in calls)
             self._waiting.extendleft(reversed(calls.items()))
             raise
+        if self._closed:  # by another thread, which may have cancelled them before they were there
+            self._client.drop(*calls)
 
     def _call(self, entry: Entry) -> Call | dict[str, Any]:
         """The call of a row, or the result of one that cannot run."""

@@ -130,6 +130,12 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
                 raise WrongState("this iterator is used by `for`; make another one")
             if self._async_rows is None:
                 self._async_rows = _AsyncRows(self._flow, self._items, self._read)
+            elif not self._async_rows.is_at_home:
+                self.close()
+                raise WrongState(
+                    "this iterator was begun in another event loop, which its rows come to; use it in that "
+                    "one, or make another iterator"
+                )
             try:
                 finished = await self._async_rows.next()
                 if finished is None:
@@ -332,13 +338,18 @@ class _AsyncRows:
         self._read = read
         self._reading: asyncio.Task[None] | None = None
         self._is_open = True
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._wake = LoopWake()
 
+    @property
+    def is_at_home(self) -> bool:
+        """Whether the running event loop is the one in which the tasks are."""
+        return asyncio.get_running_loop() is self._loop
+
     async def next(self) -> Finished | None:
         """The next row that is ready; None after the last. An error of the items comes after their rows."""
-        while self._is_open or self._flow.num_held:
+        while not self._flow.is_closed and (self._is_open or self._flow.num_held):
             self._wake = LoopWake()  # before it is known that nothing is there
             if self._is_open and self._flow.has_room and self._reading is None:
                 self._reading = asyncio.create_task(self._read_more())
@@ -348,6 +359,8 @@ class _AsyncRows:
                 return finished[0]
             if not self._flow.take(self._wake):
                 await self._wake.sleep()
+        if isinstance(self._failure, StopIteration | StopAsyncIteration):  # `async for` would just end
+            raise RuntimeError(f"prompts raised {type(self._failure).__name__}") from self._failure
         if self._failure is not None:
             raise self._failure
         return None
@@ -358,8 +371,11 @@ class _AsyncRows:
                 self._flow.start(await self._threads.run(self._prepare, items))
             else:
                 self._is_open = False
-        except Exception as error:
-            self._is_open, self._failure = False, error
+        except BaseException as error:  # also a CancelledError that comes from the source
+            if self._is_open:
+                self._is_open, self._failure = False, error
+            if not isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
+                raise
         finally:
             self._reading = None
             self._wake()
