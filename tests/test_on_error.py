@@ -264,6 +264,27 @@ def test_a_full_queue_and_an_abort(bounded: Any) -> None:
     assert [each["error"]["status_code"] for each in results] == [499, 408, 503, 503]
 
 
+def test_a_stream_raises_on_demand(bounded: Any) -> None:
+    """Without `on_error` its last chunks tell, as in SGLang."""
+    prompts = [PROMPT] * 4
+    with pytest.raises(sgl.QueueFull):
+        list(bounded.generate(prompts, SHORT, stream=True, on_error="raise"))
+    ends: dict[int, str] = {}
+    for chunk in bounded.generate(prompts, SHORT, stream=True):
+        if chunk["meta_info"]["finish_reason"] is not None:
+            ends[chunk["index"]] = chunk["meta_info"]["finish_reason"]["type"]
+    assert sorted(ends.values()) == ["abort", "abort", "length", "length"]
+
+    async def run() -> None:
+        stream = await bounded.async_generate(prompts, SHORT, stream=True, on_error="raise")
+        async for _ in stream:
+            pass
+
+    with pytest.raises(sgl.QueueFull):
+        asyncio.run(run())
+    assert bounded.generate(PROMPT, SHORT)["meta_info"]["finish_reason"]["type"] == "length"
+
+
 def test_an_id_that_is_in_flight_elsewhere(tiny_engine: Any) -> None:
     stream = tiny_engine.generate(PROMPT, ENDLESS, rid="mine", stream=True)
     next(stream)

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -444,6 +445,53 @@ def test_rows_take_the_place_of_a_larger_file_at_once(
         do(capitals(3), overwrite=True)
     assert len(read(output)) == 3
     assert output.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.csv"])
+def test_an_output_that_somebody_shortens_stops_the_job(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    plain = Work.run
+
+    def run(work: Work) -> None:
+        plain(work)
+        while work._output.num_waiting_bytes:
+            time.sleep(0.01)
+        os.truncate(work._output.path, 10)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "run", run)
+        with pytest.raises(JobStopped, match=rf"the output '.*{output}' was changed by somebody else"):
+            do(capitals(3), output)
+    assert do(capitals(3), output)["rows"]["replayed"] == 3
+    assert len((tmp_path / output).read_text().splitlines()) == (3 if output == "out.jsonl" else 4)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_journal_that_somebody_removes_stops_the_job(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    plain, path = Work.run, tmp_path / "out.jsonl.journal"
+
+    def run(work: Work) -> None:
+        path.unlink()
+        if replaced:
+            path.write_text("of somebody else")
+        plain(work)
+
+    monkeypatch.setattr(Work, "run", run)
+    with pytest.raises(JobStopped, match="was removed or replaced while the job ran"):
+        do(capitals(3))
+
+
+def test_an_output_of_others_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    """The job was to replace it; its lines went into a file without a name."""
+    file = LineFile(tmp_path / "out.jsonl")
+    file.replace_foreign()
+    file.add(0, b"a\n")
+    file.write(file.take())
+    assert file.path.read_bytes() == b"a\n"
+    file.close()
 
 
 def test_a_job_that_is_refused_replaces_nothing(do: Callable[..., Any], tmp_path: Path) -> None:

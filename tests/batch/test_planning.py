@@ -46,6 +46,19 @@ def test_samples_that_draw_nothing_count_once_as_they_are_computed_once(
     assert job.summary()["tokens"]["output"] == 10
 
 
+@pytest.mark.parametrize("numbers", [(1, 4), (4, 1)])
+def test_rows_that_ask_for_more_samples_of_the_same_are_no_duplicates(
+    tiny_engine: Any, tmp_path: Path, numbers: tuple[int, int]
+) -> None:
+    asked = [{"prompt": "a", "sampling_params": {"n": number}} for number in numbers]
+    params = {"max_new_tokens": 5, "ignore_eos": True}
+    job = BatchJob(write(tmp_path / "in.jsonl", asked), engine=tiny_engine, sampling_params=params)
+    plan = job.plan()
+    job.run()
+    assert (plan.requests, plan.output_tokens) == (4, 20)
+    assert job.summary()["tokens"]["output"] == 20
+
+
 def test_a_plan_says_what_the_run_then_does(tiny_engine: Any, tmp_path: Path) -> None:
     """Of good rows, bad ones, and some that ask for the same."""
     known = rows(60)

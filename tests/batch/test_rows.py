@@ -257,6 +257,13 @@ def test_a_template_makes_one_text_of_columns(tmp_path: Path) -> None:
         ("{{ tags | map('upper') }}", "'sync_do_map', which is no data"),
         ("{{ joiner() }}", "'Joiner', which is no data"),
         ("{{ range }}", "'safe_range', which is no data"),
+        ("{{ counts.items | tojson }}", "'items', which is no data"),
+        ("{{ tags | map('upper') | tojson }}", "which is no data"),
+        ("{{ [counts.items] }}", "'items', which is no data"),
+        ("{{ counts.items ~ '' }}", "'items', which is no data"),
+        ("{{ counts.items | upper }}", "'items', which is no data"),
+        ("{{ '{}'.format(counts.items) }}", "'items', which is no data"),
+        ("{{ '{0.__class__}'.format(name) }}", "SecurityError"),
         ("{{ self }}", "'TemplateReference', which is no data"),
     ],
 )
@@ -282,6 +289,24 @@ def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: st
 def test_a_faulty_template_is_told_at_once(template: str, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         ColumnRows(RowForm(template=template), FakeSource())
+
+
+def test_methods_of_data_can_be_called() -> None:
+    fields = {"name": "Ada", "counts": {"a": 1, "b": 2}, "rows": [{"g": 1, "x": "p"}, {"g": 1, "x": "q"}]}
+    for template, text in (
+        ("{% for k, v in counts.items() %}{{ k }}{{ v }}{% endfor %}", "a1b2"),
+        ("{{ name.upper() }}{{ 'x{}'.format(name) }}{{ '%s' % name }}", "ADAxAdaAda"),
+        ("{% for k in counts %}{{ loop.cycle('x', 'y') }}{{ loop.changed(k) }}{% endfor %}", "xTrueyTrue"),
+        (
+            "{% for group in rows | groupby('g') %}{{ group.list | map(attribute='x') | join }}{% endfor %}",
+            "pq",
+        ),
+        ("{{ (rows | groupby('g'))[0] }}", "(1, [{'g': 1, 'x': 'p'}, {'g': 1, 'x': 'q'}])"),
+        ("{% macro m(x) %}<{{ x }}>{{ caller() }}{% endmacro %}{% call m(name) %}!{% endcall %}", "<Ada>!"),
+        ("{% set n = namespace(x=1) %}{{ n.x }}{{ counts.values() | sum }}{{ rows | length }}", "132"),
+        ("{{ nobody | default('-') }}{{ counts.get('c', 0) }}{{ counts['a'] }}{{ none }}", "-01None"),
+    ):
+        assert rendered(template, fields) == text
 
 
 def test_json_in_a_template_is_that_of_outputs() -> None:

@@ -194,6 +194,12 @@ def test_a_key_among_very_many_that_is_there_twice_is_told_soon(tmp_path: Path) 
     assert "the key 'k99999' is there twice" in message_of(row)
 
 
+def test_what_is_compressed_twice_is_told_so(tmp_path: Path) -> None:
+    path = written(tmp_path, "in.jsonl.gz", gzip.compress(gzip.compress(b'{"prompt": "Hi"}\n')))
+    with pytest.raises(InvalidArgument, match="is compressed twice"):
+        open_source(path)
+
+
 def test_compressed_lines(tmp_path: Path) -> None:
     content = gzip.compress(b'{"prompt": "Hi"}\n' * 3)
     assert fields_of(open_source(written(tmp_path, "in.jsonl.gz", content))) == [good] * 3

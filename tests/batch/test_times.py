@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from tokenmill.batch.arrow_values import rows_of
 from tokenmill.batch.json_text import json_line
 from tokenmill.batch.sources import open_source
 
@@ -68,6 +69,21 @@ def test_all_times_are_iso_8601(tmp_path: Path, values: list[Any], type: Any, te
 def test_dictionaries_of_times_are_read_as_times(tmp_path: Path) -> None:
     times = pyarrow.array([AT, AT + 1], pyarrow.timestamp("ns")).dictionary_encode()
     assert read_back(tmp_path, times)[1] == "2023-11-14T22:13:20.000000001"
+
+
+def test_times_in_nanoseconds_inside_of_other_types(tmp_path: Path) -> None:
+    times = pyarrow.array([AT, AT + 1], pyarrow.timestamp("ns"))
+    kinds = pyarrow.array([0, 0], pyarrow.int8())
+    columns = {
+        "runs": pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([1, 2]), times),
+        "sparse": pyarrow.UnionArray.from_sparse(kinds, [times]),
+        "beside": pyarrow.StructArray.from_arrays([times, pyarrow.array([[1.5], [2.5]])], names=["t", "n"]),
+    }
+    rows = [row for row in rows_of(pyarrow.record_batch(columns)) if isinstance(row, dict)]
+    first, second = datetime.datetime(2023, 11, 14, 22, 13, 20), "2023-11-14T22:13:20.000000001"
+    assert [[row["runs"], row["sparse"]] for row in rows] == [[first, first], [second, second]]
+    assert [row["beside"] for row in rows] == [{"t": first, "n": [1.5]}, {"t": second, "n": [2.5]}]
+    assert all(type(row["runs"]).__module__ in ("builtins", "datetime") for row in rows)
 
 
 @pytest.mark.parametrize(

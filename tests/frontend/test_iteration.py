@@ -737,6 +737,23 @@ def test_another_event_loop_is_refused(engine: sgl.Engine, cores: list[Any]) -> 
     wait_until(lambda: is_clean(engine, cores[0]))
 
 
+def test_leaving_in_another_event_loop_waits_for_nothing(engine: sgl.Engine, cores: list[Any]) -> None:
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+
+    async def leave(results: Any) -> None:
+        async with results:
+            await anext(results)
+
+    results = engine.iter(map(str, range(100)), window=8)
+    first.run_until_complete(asyncio.wait_for(anext_of(results), 20))
+    with pytest.raises(sgl.WrongState, match="begun in another event loop"):
+        second.run_until_complete(asyncio.wait_for(leave(results), 20))
+    for loop in (first, second):
+        loop.run_until_complete(asyncio.sleep(0.01))  # what was cancelled ends
+        loop.close()
+    wait_until(lambda: is_clean(engine, cores[0]))
+
+
 async def anext_of(results: Any) -> Any:
     return await anext(results)
 

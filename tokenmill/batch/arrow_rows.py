@@ -154,7 +154,7 @@ def _stream_rows(path: Path) -> Iterator[Row]:
                 if isinstance(piece, Exception):
                     yield piece
                     continue
-                at_once = _rows_at_once(piece.nbytes, piece.num_rows)
+                at_once = _rows_at_once(_num_bytes(piece), piece.num_rows)
                 for start in range(0, piece.num_rows, at_once):
                     yield from rows_of(piece.slice(start, at_once))
 
@@ -198,6 +198,14 @@ def _records(rows: Iterator[Row], index: int, count: int) -> Iterator[Record]:
         index += 1
     for lost in range(index, end):
         yield faulty(lost, None, fault)
+
+
+def _num_bytes(batch: Any) -> int:
+    """About how large a batch is; 0 where pyarrow cannot tell: views, before its version 18."""
+    try:
+        return int(batch.nbytes)
+    except Exception:
+        return 0
 
 
 def _rows_at_once(num_bytes: int, num_rows: int) -> int:

@@ -6,6 +6,7 @@ and refuses them where it is not. So those never come out of pyarrow itself.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -71,12 +72,17 @@ def _value(scalar: Any) -> Any:
     kind, types = scalar.type, pyarrow.types
     if not scalar.is_valid:
         return None
+    if not _type_holds_nanoseconds(kind):
+        with contextlib.suppress(Exception):  # a time in a far year may be in it
+            return scalar.as_py()
     if types.is_struct(kind):
         return {name: _value(item) for name, item in scalar.items()}
     if types.is_map(kind):
         return [tuple(_value(pair).values()) for pair in scalar.values]
-    if types.is_dictionary(kind) or isinstance(kind, pyarrow.BaseExtensionType):
-        return _value(scalar.value) if _type_holds_nanoseconds(kind) else scalar.as_py()
+    if types.is_dictionary(kind) or types.is_union(kind) or types.is_run_end_encoded(kind):
+        return _value(scalar.value)
+    if isinstance(kind, pyarrow.BaseExtensionType) and _type_holds_nanoseconds(kind):
+        return _value(scalar.value)
     if types.is_nested(kind) and hasattr(scalar, "values"):  # a list of whatever kind
         return [_value(item) for item in scalar.values]
     return arrow_time(scalar) if types.is_temporal(kind) else scalar.as_py()

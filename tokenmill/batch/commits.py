@@ -34,7 +34,7 @@ class Commits:
         self._failure: Exception | None = None
         self._has_ended = threading.Event()
         self._wake = threading.Event()
-        self._threads = [_Thread(self._commit_often), _Thread(self._sync_often)]
+        self._threads: list[_Thread] = []
 
     def check(self) -> None:
         """After every row: raise `JobStopped` if the disk takes no more, and let no memory fill meanwhile."""
@@ -45,8 +45,14 @@ class Commits:
             raise self._failure
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        try:
+            for work in (self._commit_often, self._sync_often):
+                thread = _Thread(work)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # the system has no more threads, or an interrupt
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -62,9 +68,9 @@ class Commits:
     def _num_waiting_bytes(self) -> int:
         return self._journal.num_waiting_bytes + sum(output.num_waiting_bytes for output in self._outputs)
 
-    def _end(self) -> KeyboardInterrupt | None:
+    def _end(self) -> BaseException | None:
         """Wait until all is on the disk; an interrupt meanwhile is returned, for nothing is safe before."""
-        interrupt = None
+        interrupt: BaseException | None = None
         while True:
             try:
                 self._has_ended.set()
@@ -72,7 +78,7 @@ class Commits:
                 for thread in self._threads:
                     thread.wait()
                 return interrupt
-            except KeyboardInterrupt as late:
+            except BaseException as late:  # Ctrl-C, or what a handler of the caller's raises
                 interrupt = late
 
     def _commit_often(self) -> None:

@@ -236,8 +236,11 @@ def _is_report(path: Path) -> bool:
     """Whether a page of ours is there, or nothing."""
     if not _has_content(path):
         return True
-    with path.open("rb") as file:
-        return b'content="tokenmill"' in file.read(_HEAD_BYTES)
+    try:
+        with path.open("rb") as file:
+            return b'content="tokenmill"' in file.read(_HEAD_BYTES)
+    except OSError:
+        return False
 
 
 def _beside_input(source: Path) -> Path:
@@ -259,10 +262,10 @@ def _check_writable(name: str, path: Path) -> None:
         raise InvalidArgument(
             f"{name}: there is no folder {str(path.parent)!r}; make it, or name another one"
         )
-    written = [path] if path.exists() else []
-    if not (written and name == "journal"):  # which grows in place; others are replaced by a file beside them
-        written.append(path.parent)
-    if not all(os.access(place, os.W_OK) for place in written):
+    can_be_written = not path.exists() or os.access(path, os.R_OK | os.W_OK)
+    if not (path.exists() and name == "journal"):  # it grows in place, others are replaced by a file beside
+        can_be_written &= os.access(path.parent, os.W_OK)
+    if not can_be_written:
         raise InvalidArgument(
             f"{name}: {str(path)!r} cannot be written; you have no permission for it or for its folder"
         )

@@ -152,7 +152,8 @@ class BatchJob:
             try:
                 self._answer(engine, journal, form, outputs)
             except BaseException:
-                self._write_report()  # of what was done by then
+                with contextlib.suppress(Exception):  # where warnings are errors
+                    self._write_report()  # of what was done by then
                 raise
         self._write_report()
 
@@ -208,7 +209,7 @@ class BatchJob:
     ) -> tuple[LineFile, LineFile | None]:
         """Where rows go, and where errors go; `stack` closes them."""
         if isinstance(form, TableOutput):
-            output = _opened(stack, form.lines_path)
+            output = _opened(stack, form.lines_path, output=self.files.output)
             # Whatever ends the job, the next run has these from the journal.
             stack.callback(form.lines_path.unlink, missing_ok=True)
         else:
@@ -323,12 +324,13 @@ def _warning_of_disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{str(path)!r} cannot be written: {error.strerror or error}; all else is done", stacklevel=4
+            f"{str(path)!r} cannot be written: {error.strerror or error}; the rest is not affected",
+            stacklevel=4,
         )
 
 
-def _opened(stack: contextlib.ExitStack, path: Path) -> LineFile:
-    file = LineFile(path)
+def _opened(stack: contextlib.ExitStack, path: Path, *, output: Path | None = None) -> LineFile:
+    file = LineFile(path, output=output)
     stack.callback(file.close)
     return file
 

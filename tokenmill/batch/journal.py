@@ -127,9 +127,15 @@ class Journal:
             self._writing = {}
 
     def sync(self) -> None:
-        """Bring to the disk what was written. Raises `JobStopped`."""
+        """Bring to the disk what was written. Raises `JobStopped`, also if the file is no longer there."""
         with disk_of(self.path):
             _sync(self._file.fileno())
+        if not _is_in_place(self._file, self.path):
+            raise JobStopped(
+                f"the journal {str(self.path)!r} was removed or replaced while the job ran, so that nothing "
+                "that is finished could be found again; put it back, or start anew with overwrite=True "
+                "(--overwrite)"
+            )
 
     def close(self) -> None:
         """Let others have the file. What was not committed is not kept."""
@@ -191,7 +197,10 @@ def append(file: BinaryIO, data: bytes, *, end: int, path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make sure that a new name of a file survives a loss of power."""
-    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written, but not be read
+        return
     try:
         os.fsync(folder)
     finally:
@@ -212,6 +221,8 @@ def _stopped_by(error: OSError, path: Path) -> JobStopped:
     try:
         room = os.statvfs(path.parent)
         free = f"{room.f_bavail * room.f_frsize / 2**20:,.1f} MiB are free there"
+    except FileNotFoundError:
+        return JobStopped(f"{str(path)!r} cannot be written: its folder was removed, with what was in it")
     except OSError:
         free = "its folder cannot be looked at"
     return JobStopped(
@@ -250,10 +261,17 @@ def _take_lock(file: BinaryIO, path: Path) -> None:
 
 def _check_in_place(file: BinaryIO, path: Path) -> None:
     """A job that ends before it has done anything takes its journal away, perhaps from under this one."""
-    with contextlib.suppress(OSError):
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            return
-    raise JobStopped(f"the journal {str(path)!r} was removed by another job just now; start this one again")
+    if not _is_in_place(file, path):
+        raise JobStopped(
+            f"the journal {str(path)!r} was removed by another job just now; start this one again"
+        )
+
+
+def _is_in_place(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
 
 
 def _unpacked(body: bytes) -> dict[str, Any]:

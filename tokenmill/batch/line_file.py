@@ -31,18 +31,22 @@ class LineFile:
     more what it had.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Begin the file beside `path`, or at `path` if nothing is there yet. Raises `JobStopped`."""
+    def __init__(self, path: Path, *, output: Path | None = None) -> None:
+        """Begin the file beside `path`, or at `path` if nothing is there yet. Raises `JobStopped`.
+
+        `output` is what messages name, if the file is only a part of its making.
+        """
         self.path = path
+        self._shown = output or path
         self._working_path = path
         self._size_before = 0
         if path.exists():
             with path.open("rb") as before:
-                _take_lock(before, path)  # the job that writes it has it until its end
+                _take_lock(before, self._shown)  # the job that writes it has it until its end
             self._size_before = path.stat().st_size
             self._working_path = beside(path, "partial")
         self._file = _opened(self._working_path)
-        _take_lock(self._file, path)
+        _take_lock(self._file, self._shown)
         os.ftruncate(self._file.fileno(), 0)
         self._end = 0
         self._lock = threading.Lock()
@@ -58,8 +62,9 @@ class LineFile:
 
     def replace_foreign(self) -> None:
         """What is there gives way at once; other links to it stay. Before anything is written."""
-        replace_whole(self.path, lambda empty: empty.touch())
-        self._size_before = 0
+        if self._working_path != self.path:  # else it has been removed meanwhile
+            replace_whole(self.path, lambda empty: empty.touch())
+            self._size_before = 0
 
     def add(self, index: int, line: bytes) -> None:
         """The line of a row, with its line end; in the file with the next `write`."""
@@ -84,6 +89,7 @@ class LineFile:
         data = b"".join(lines)
         if not data:
             return
+        self._check_whole()
         append(self._file, data, end=self._end, path=self._working_path)
         self._end += len(data)
         if self._working_path != self.path and self._end >= self._size_before:
@@ -91,12 +97,21 @@ class LineFile:
             self._working_path = self.path
 
     def in_order(self) -> Iterator[bytes]:
-        """The lines that were written, in the order of their rows."""
+        """The lines that were written, in the order of their rows. Raises `JobStopped`."""
+        self._check_whole()
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             for start, length in zip(self._starts, self._lengths, strict=True):
                 if start:
                     lines.seek(start - 1)
                     yield lines.read(length)
+
+    def _check_whole(self) -> None:
+        """Raise if somebody else has made the file shorter or longer: rows would be lost, or torn."""
+        if os.fstat(self._file.fileno()).st_size != self._end:
+            raise JobStopped(
+                f"the output {str(self._shown)!r} was changed by somebody else while the job ran; start the "
+                "same job again: the journal has what was finished"
+            )
 
     def finish(self) -> None:
         """Put the lines in the order of their rows; all are written. Raises `JobStopped`."""
@@ -117,6 +132,7 @@ class LineFile:
 def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a file, and put it at `path` once it is on the disk. Raises `JobStopped`."""
     target = beside(path, "ordered")
+    target.unlink(missing_ok=True)  # of a job that was killed, perhaps somebody else's
     try:
         with disk_of(target):
             write(target)

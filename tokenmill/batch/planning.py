@@ -102,10 +102,13 @@ class _Reading:
         if self._keys is None:
             return requests
         key = self._keys.of(requests)
-        if key.digest in self._known:
-            return ()
-        self._known.add(key.digest)
-        return requests[:1] if key.is_greedy else requests
+        new = []
+        for number, request in enumerate(requests):
+            sample = key.sample(number)
+            if sample not in self._known:
+                self._known.add(sample)
+                new.append(request)
+        return new
 
 
 # ── which rows ────────────────────────────────────────────────────────────────────────────────

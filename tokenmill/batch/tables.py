@@ -10,7 +10,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -154,20 +154,22 @@ def _found_type(pyarrow: Any, values: list[Any]) -> Any:
         found = pyarrow.array(values).type
     except OverflowError:
         found = pyarrow.array(_within_signed(values)).type
-    if any(_has_truth_as_number(value, found) for value in values):
+    if _have_truth_as_number(values, found):
         raise TypeError("numbers and truth values have no type in common")
     return found
 
 
-def _has_truth_as_number(value: Any, kind: Any) -> bool:
-    """Whether a value has a truth value, at any depth, where the type has a number with a fraction."""
+def _have_truth_as_number(values: Iterable[Any], kind: Any) -> bool:
+    """Whether there is a truth value, at any depth, where the type has a number with a fraction."""
     types = _pyarrow().types
     if types.is_floating(kind):
-        return isinstance(value, bool)
+        return bool in map(type, values)
+    there = (value for value in values if value is not None)
     if types.is_list(kind) and _has_fractions(kind):
-        return any(_has_truth_as_number(item, kind.value_type) for item in value or ())
+        return _have_truth_as_number(chain.from_iterable(there), kind.value_type)
     if types.is_struct(kind) and _has_fractions(kind):
-        return any(_has_truth_as_number((value or {}).get(field.name), field.type) for field in kind)
+        rows = list(there)
+        return any(_have_truth_as_number([row.get(each.name) for row in rows], each.type) for each in kind)
     return False
 
 

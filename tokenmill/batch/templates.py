@@ -26,10 +26,9 @@ class RowTemplate:
 
     def __init__(self, template: str) -> None:
         """`template` is the text of a template or its path; raises `InvalidArgument` for its faults."""
-        from jinja2 import StrictUndefined, TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2 import TemplateSyntaxError
 
-        self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_written)
+        self._environment: Any = _new_environment()
         self._environment.filters["tojson"] = _to_json
         # The same row is to have the same prompt whenever it is read.
         del self._environment.filters["random"], self._environment.globals["lipsum"]
@@ -57,7 +56,8 @@ class RowTemplate:
         from jinja2 import UndefinedError
 
         try:
-            return self._template.render({_WHOLE_ROW: fields, **fields})
+            text: str = self._template.render({_WHOLE_ROW: fields, **fields})
+            return text
         except UndefinedError as error:
             name = str(error.message).split("'")[1] if "'" in str(error.message) else ""
             hint = did_you_mean(name, fields)
@@ -108,16 +108,62 @@ def _other_template(tree: Any) -> str | None:
     return next((words[type(node)] for node in tree.find_all(tuple(words))), None)
 
 
-def _written(value: Any) -> Any:
-    """What a template writes, if it is data: a method's text, say, would differ from run to run."""
-    from jinja2 import Undefined
+def _new_environment() -> Any:
+    """Jinja's sandbox, in which nothing but data is written: a method's text would differ from run to run."""
+    from jinja2 import StrictUndefined, Undefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def guarded(value: Any) -> Any:
+        # The sandbox has to recognise the methods that format a text.
+        is_method = callable(value) and not isinstance(value, Undefined)
+        return _Method(value) if is_method and not _formats_text(value) else value
+
+    class Environment(ImmutableSandboxedEnvironment):
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            return guarded(super().getattr(obj, attribute))
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            return guarded(super().getitem(obj, argument))
+
+    def written(value: Any) -> Any:
+        return value if isinstance(value, Undefined) else _data(value)
+
+    return Environment(undefined=StrictUndefined, finalize=written)
+
+
+class _Method:
+    """A method of data, which may be called, but has no text."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._method(*arguments, **named)
+
+    def __repr__(self) -> str:
+        raise _no_data(self._method)
+
+
+def _formats_text(value: Any) -> bool:
+    return isinstance(getattr(value, "__self__", None), str) and value.__name__ in ("format", "format_map")
+
+
+def _data(value: Any) -> Any:
+    """The value, if it is data at every depth."""
     kind = type(value)
-    is_data = not (callable(value) or isinstance(value, Iterator) or kind.__module__.startswith("jinja2."))
-    if isinstance(value, Undefined) or is_data:
-        return value
-    name = getattr(value, "__name__", kind.__name__)
-    raise InvalidArgument(
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _data(item)
+    elif isinstance(value, _Method):
+        repr(value)
+    elif callable(value) or isinstance(value, Iterator) or kind.__module__.startswith("jinja2."):
+        raise _no_data(value)
+    return value
+
+
+def _no_data(value: Any) -> InvalidArgument:
+    name = getattr(value, "__name__", type(value).__name__)
+    return InvalidArgument(
         f"it writes {brief(name)}, which is no data but a part of a program; a column of such a name is "
         f"{_WHOLE_ROW}['name'], a key item['name']"
     )
@@ -125,4 +171,4 @@ def _written(value: Any) -> Any:
 
 def _to_json(value: Any, indent: int | None = None) -> str:
     """JSON as models read it, and as outputs have it: Jinja's own would escape what HTML needs escaped."""
-    return json.dumps(json.loads(json_bytes(value)), ensure_ascii=False, indent=indent)
+    return json.dumps(json.loads(json_bytes(_data(value))), ensure_ascii=False, indent=indent)

@@ -46,9 +46,12 @@ def check_encoding(path: Path) -> None:
         if start.startswith(mark):
             raise _wrong_encoding(path, name)
     if start.startswith(_GZIP_MARK):
-        raise InvalidArgument(
-            f"{path} is compressed by gzip, but its name does not say so; rename it to {path.name}.gz"
+        remedy = (
+            "is compressed twice; do it once"
+            if is_gzip(path)
+            else (f"is compressed by gzip, but its name does not say so; rename it to {path.name}.gz")
         )
+        raise InvalidArgument(f"{path} {remedy}")
     # Without a mark, but three of the first four bytes are zero, or every second one is.
     if len(start) == 4 and start.count(0) == 3 and (start[0] or start[3]):
         raise _wrong_encoding(path, "UTF-32")

@@ -108,6 +108,7 @@ class CoreProcess:
     def start(self, config: EngineConfig) -> EngineFacts:
         """Load the model; returns when requests can be submitted. Raises what the loading raises."""
         try:
+            self._pipe.send(_import_paths())
             self._pipe.send(config)
             answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -249,19 +250,26 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:
     ours, theirs = socket.socketpair()
     their_lifeline, our_lifeline = multiprocessing.Pipe(duplex=False)
     passed = [theirs.fileno(), their_lifeline.fileno()]
-    # What can be imported here can be there, from the same places, and nothing else: not what just happens to
-    # lie in the current folder (-P).
-    paths = [path or "." for path in sys.path if isinstance(path, str)]
+    paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
+        # What just happens to lie in the current folder is nobody's (-P).
         [sys.executable, "-P", "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
         pass_fds=passed,
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([*paths, str(_PACKAGE_PARENT)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # Ctrl-C is the parent's to handle
     )
     theirs.close()
     their_lifeline.close()
     return process, Connection(ours.detach()), our_lifeline
+
+
+def _import_paths() -> list[str]:
+    """What the child imports modules from: the same places; at last the current folder, where that counts."""
+    paths = [path for path in sys.path if isinstance(path, str)]
+    with contextlib.suppress(FileNotFoundError):
+        return [*filter(None, paths), *([os.getcwd()] if "" in paths else [])]
+    return [*filter(None, paths)]
 
 
 # ── the child's side ──────────────────────────────────────────────────────────────────────────
@@ -279,6 +287,7 @@ class _Child:
     def main(self) -> None:
         """Load, tell the facts, run the loop until the parent closes or goes away."""
         try:
+            sys.path[:] = self._pipe.recv()  # the configuration may hold objects of any module
             config = self._pipe.recv()
         except (EOFError, OSError):
             return

@@ -75,6 +75,7 @@ class Call:
         streams: bool,
         session: Continuation = NO_SESSION,
         returns_errors: bool = False,
+        raises_in_stream: bool = False,
         mail: Mailbox | None = None,
     ) -> None:
         """`mail` is shared with other calls, whose taker takes for this one, too; None: its own."""
@@ -86,11 +87,17 @@ class Call:
         self.shape = shape
         self.streams = streams
         self.session = session
-        self.returns_errors = returns_errors  # in results; otherwise the first one is raised
+        self.returns_errors = returns_errors  # in results
+        self._raises_in_stream = raises_in_stream
         self.num_unfinished = len(rows)
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
         self.has_own_mail = mail is None
         self.mail = Mailbox() if mail is None else mail
+
+    @property
+    def raises_errors(self) -> bool:
+        """Whether the first row that fails is raised. In a stream its last chunk tells, if nobody asked."""
+        return not self.returns_errors and (self._raises_in_stream or not self.streams)
 
     def refuse(self, errors: Mapping[int, RowError]) -> None:
         """Leave out the rows with these indexes; they end as soon as the others start."""

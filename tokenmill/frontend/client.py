@@ -126,6 +126,7 @@ class Client:
             streams=stream,
             session=job.session,
             returns_errors=job.returns_errors,
+            raises_in_stream=job.raises_in_stream,
             mail=mail,
         )
         call.refuse(faults.found)
@@ -213,8 +214,7 @@ class Client:
         """
         advanced: list[Advance] = []
         while not advanced:
-            arrived = call.take(wake)
-            if not arrived:
+            if not (arrived := call.take(wake)):
                 break
             advanced = self.take_in(call, arrived)
         return advanced
@@ -234,7 +234,7 @@ class Client:
         if row.finish is not None:
             for observer in self._observers:
                 observer.finished(row)
-            if not (call.streams or call.returns_errors):
+            if call.raises_errors:
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
             if call.streams:
@@ -332,6 +332,7 @@ class Client:
     def _send(self, requests: Sequence[Request]) -> None:
         with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
             self._core.submit(requests)
+        self._core_cancel([each.id for each in requests if each.id not in self._flying])  # dropped meanwhile
         if interrupts.happened:
             raise KeyboardInterrupt
 
@@ -402,8 +403,7 @@ class Client:
 
     def _core_cancel(self, names: Sequence[str]) -> None:
         if names:
-            # With the engine ended, the requests have ended, too.
-            with contextlib.suppress(EngineDead, EngineClosed):
+            with contextlib.suppress(EngineDead, EngineClosed):  # the requests have ended, too
                 self._core.cancel(names)
 
     def _forget(self, name: str) -> tuple[Call, Row] | None:

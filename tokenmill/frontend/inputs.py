@@ -66,7 +66,8 @@ class Job:
     single: bool  # one prompt with one sample: the caller wants a dict, not a list
     session: Continuation = NO_SESSION
     hidden_states_format: HiddenStatesFormat = "list"
-    returns_errors: bool = False  # results tell what fails; otherwise it is raised
+    returns_errors: bool = False  # results tell what fails; otherwise it is raised,
+    raises_in_stream: bool = False  # in a stream only where somebody says so: its chunks tell it, too
     # What is wrong with requests, by their place among `requests`; these are never run.
     errors: Mapping[int, RowError] = field(default_factory=dict)
 
@@ -185,6 +186,7 @@ class InputReader:
             session=session,
             hidden_states_format=state_format(options or {}),
             returns_errors=faults.returned,
+            raises_in_stream=not faults.returned and (options or {}).get("on_error") is not None,
             errors={at * n + sample: error for at, error in faults.found.items() for sample in range(n)},
         )
 

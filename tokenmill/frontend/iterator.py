@@ -374,7 +374,7 @@ class _AsyncRows:
         except BaseException as error:  # also a CancelledError that comes from the source
             if self._is_open:
                 self._is_open, self._failure = False, error
-            if not isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
+            if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
         finally:
             self._reading = None
@@ -396,7 +396,9 @@ class _AsyncRows:
         self._wake()
 
     async def ended(self) -> None:
-        """Returns when no task reads any more, after `close`."""
+        """Returns when no task reads any more, after `close`; in another event loop at once."""
+        if not self.is_at_home:
+            return
         await _ended(self._reading)
         await self._items.ended()
 
