@@ -335,12 +335,12 @@ class Flow:
     def _submit(self) -> None:
         """Give the core what its queue has room for. Raises as `start`."""
         calls: dict[Call, Slot] = {}
-        most = self._most_requests
-        while self._waiting:
-            call, slot = self._waiting[0]
+        most, waiting = self._most_requests, self._waiting
+        while waiting:
+            call, slot = waiting[0]
             if most is not None and self._num_requests and self._num_requests + len(call.rows) > most:
                 break
-            self._waiting.popleft()
+            waiting.popleft()
             calls[call] = slot
             self._num_requests += len(call.rows)
         if not calls:
@@ -382,8 +382,8 @@ class Flow:
             self._client.take_in(call, items)
             if call.shown:
                 make_shown(call.shown, call.shape, self._turns)
-            if not call.num_unfinished and call in self._running:
-                self._finished.append((call, self._running.pop(call)))
+            if not call.num_unfinished and (slot := self._running.pop(call, None)) is not None:
+                self._finished.append((call, slot))
                 self._num_requests -= len(call.rows)
             self._turns.give_way()
         if self._waiting:
@@ -407,10 +407,12 @@ class Flow:
 
     @property
     def _is_head_ready(self) -> bool:
-        return bool(self._slots) and self._slots[0].results is not None
+        slots = self._slots
+        return bool(slots) and slots[0].results is not None
 
     def _make_results(self) -> None:
-        some = [self._finished.popleft() for _ in range(min(_RESULTS_AT_ONCE, len(self._finished)))]
+        finished = self._finished
+        some = [finished.popleft() for _ in range(min(_RESULTS_AT_ONCE, len(finished)))]
         made = self._client.results([call for call, _ in some])
         for (_, slot), results in zip(some, made, strict=True):
             self._finish(slot, list(results))
@@ -426,9 +428,8 @@ class Flow:
         self._closed = True
         self._mail.close()
         running, self._running = {**self._running, **dict(self._waiting)}, {}
-        self._waiting.clear()
-        self._finished.clear()
-        self._slots.clear()
+        # New ones: another thread may be at the old ones.
+        self._waiting, self._finished, self._slots = deque(), deque(), deque()
         self.num_held = 0
         if running:
             self._client.drop(*running)
