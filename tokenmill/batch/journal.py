@@ -270,8 +270,10 @@ def _check_in_place(file: BinaryIO, path: Path) -> None:
 def _is_in_place(file: BinaryIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:  # a disk that is away for a moment tells nothing
+        return True
 
 
 def _unpacked(body: bytes) -> dict[str, Any]:
