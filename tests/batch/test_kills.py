@@ -123,7 +123,7 @@ def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path
         "source": source,
         "model_path": "tiny",
         "dtype": "float32",
-        "sampling_params": {"max_new_tokens": 16},
+        "sampling_params": {"max_new_tokens": 8},
     }
     undisturbed = jobs.run(output=calm, **job)  # with a core in a process of its own, as jobs have it
     assert undisturbed["rows"]["done"] == NUM_ROWS
@@ -179,7 +179,7 @@ def test_a_job_goes_on_when_its_core_is_killed(tmp_path: Path, jobs: Jobs) -> No
         "model_path": "tiny",
         "dtype": "float32",
         "max_running_requests": 8,  # some wait while others finish
-        "sampling_params": {"max_new_tokens": 40, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 20, "ignore_eos": True},
     }
     jobs.run(output=calm, **job)
     journal = tmp_path / "out.jsonl.journal"

@@ -523,28 +523,28 @@ def test_an_answer_may_lead_to_the_next_question(engine: sgl.Engine) -> None:
 
 
 def test_a_source_that_waits_does_not_hold_the_event_loop(engine: sgl.Engine) -> None:
+    """Each of its items is given only after a task of the same event loop has run."""
+    asked, given = threading.Semaphore(0), threading.Semaphore(0)
+
     def source() -> Iterator[str]:
         for index in range(5):
-            time.sleep(0.06)
+            asked.release()
+            assert given.acquire(timeout=20), "the event loop stood still"
             yield str(index)
 
-    async def run() -> float:
-        longest, running = 0.0, True
-
-        async def beat() -> None:
-            nonlocal longest
-            while running:
-                began = time.perf_counter()
+    async def give() -> None:
+        for _ in range(5):
+            while not asked.acquire(blocking=False):
                 await asyncio.sleep(0.001)
-                longest = max(longest, time.perf_counter() - began)
+            given.release()
 
-        beating = asyncio.create_task(beat())
-        assert len(await collected(engine.iter(source()))) == 5
-        running = False
-        await beating
-        return longest
+    async def run() -> int:
+        giving = asyncio.create_task(give())
+        answers = await collected(engine.iter(source()))
+        await giving
+        return len(answers)
 
-    assert asyncio.run(run()) < 0.05
+    assert asyncio.run(run()) == 5
 
 
 # ── the end ───────────────────────────────────────────────────────────────────────────────────

@@ -89,14 +89,15 @@ def test_native_api_beyond_text(tmp_path: Path) -> None:
     printed = run("native_api_insight.py", folder=tmp_path).splitlines()
     drawn = [line for line in printed if line.startswith("Token logprob: ")]
     tops = [line for line in printed if line.startswith("Top 3 alternatives: ")]
-    assert len(drawn) == len(tops) == 5
+    assert 1 <= len(drawn) == len(tops) <= 5, "what is drawn may be the end"
     for entry in map(printed_value, drawn):
         assert entry[0] <= 0, "exactly 0 where the model is certain"
     for entries in map(printed_value, tops):
         assert [len(entry) for entry in entries] == [3, 3, 3]
         assert all(entry[0] <= 0 for entry in entries)
     assert "Number: " + "7" * 10 in printed
-    assert "Hidden states: 5 entries, 5 tokens" in printed
+    [states] = [line for line in printed if line.startswith("Hidden states: ")]
+    assert re.fullmatch(r"Hidden states: ([1-5]) entries, \1 tokens", states)
     assert printed[-3:] == ["Model: tiny", "TP size: 1", "Max tokens: 8192"]
     [trace] = (tmp_path / "profiles").iterdir()
     assert trace.name.startswith("my_profile-")
