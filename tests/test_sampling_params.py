@@ -415,6 +415,16 @@ def test_unknown_names_come_with_a_suggestion(name: str, suggestion: str) -> Non
         SamplingParams.from_value(SimpleNamespace(**{name: 1}))
 
 
+class Word(str):
+    """Has a dictionary of attributes, unlike a plain string, as a tensor has."""
+
+
+@pytest.mark.parametrize("value", [SimpleNamespace(), Word("temperature"), SimpleNamespace(_top_k=1)])
+def test_objects_that_hold_no_parameter_are_refused(value: object) -> None:
+    with pytest.raises(WrongType, match="must be a dict, SamplingParams or None"):
+        SamplingParams.from_value(value)
+
+
 def test_errors_name_the_item() -> None:
     with pytest.raises(InvalidArgument, match=r"^sampling_params\[2\]: temperature .* got -1.0"):
         SamplingParams.from_value({"temperature": -1.0}, index=2)

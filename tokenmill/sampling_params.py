@@ -425,7 +425,8 @@ class SamplingParams:
 
         An object gives its public attributes. `defaults` apply below a mapping, key by key; an object is
         complete and takes none of them. `index` is the item's place in a batch, for messages. The value is
-        never changed. Raises `UnknownArgument` for a name that no parameter has, else as the constructor.
+        never changed. Raises `UnknownArgument` for a name that no parameter has, `WrongType` for what holds
+        none at all, else as the constructor.
         """
         if isinstance(value, cls):
             return value
@@ -478,7 +479,7 @@ def _attributes(value: Any) -> dict[str, Any]:
         own = [name for name in getattr(value, "__dict__", {}) if not name.startswith("_")]
         known = sorted({*_NAMES, *_OBJECT_NAMES} - {*own})
         names = [*own, *(name for name in known if hasattr(value, name))]
-        if names or hasattr(value, "__dict__"):
+        if names:
             kept = [name for name in names if name not in _OBJECT_NOTES]
             return {_OBJECT_NAMES.get(name, name): getattr(value, name) for name in kept}
     raise WrongType(f"must be a dict, SamplingParams or None, got {show(value)}")
