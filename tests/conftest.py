@@ -49,11 +49,12 @@ _SIZES = {
 # Files that take longest come first, so that no processor is left alone with one of them at the end.
 _LONGEST = (
     "test_kills",
-    "test_hostile_calls",
-    "test_readme",
     "test_seeds",
+    "test_hostile_calls",
+    "test_process",
+    "test_readme",
+    "test_leaks",
     "test_paths_agree",
-    "test_linear",
 )
 
 
