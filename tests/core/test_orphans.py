@@ -34,6 +34,9 @@ if __name__ == "__main__":
     engine = sgl.Engine("tiny", device="cpu", core_process=sys.argv[1] == "process")
     long = {"max_new_tokens": 1900, "ignore_eos": True}
     engine.generate("x", {"regex": "[a-z]{3}"})
+    iteration = engine.iter(["x"] * 4, {"max_new_tokens": 4})
+    next(iteration)
+    re.kept_to_the_end = iteration  # where it outlives the names of our modules
     stream = engine.generate(["x"] * 4, long, stream=True)
     next(stream)
     if len(sys.argv) > 2:

@@ -428,8 +428,10 @@ class Flow:
         self._closed = True
         self._mail.close()
         running, self._running = {**self._running, **dict(self._waiting)}, {}
-        # New ones: another thread may be at the old ones.
-        self._waiting, self._finished, self._slots = deque(), deque(), deque()
+        # New ones, for another thread may be at the old ones; not by the name of their class, which is gone
+        # when Python ends and this is called last of all.
+        self._waiting, self._finished = type(self._waiting)(), type(self._finished)()
+        self._slots = type(self._slots)()
         self.num_held = 0
         if running:
             self._client.drop(*running)
