@@ -6,9 +6,11 @@ where in shared memory, and who waits for whom. Layouts in registers, fences and
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -81,7 +83,7 @@ class Shared:
             panel[:] = value[:, 64 * number : 64 * number + 64]
 
     def permute(self, order: tuple[int, ...]) -> SimpleNamespace:
-        return SimpleNamespace(load=lambda: self.load().T)
+        return SimpleNamespace(load=lambda: self.load().T, store=lambda value: self.store(value.T))
 
 
 class Barrier:
@@ -157,8 +159,8 @@ def _store(target: Pointer, value: np.ndarray, mask: Any) -> None:
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barrier":
         return Barriers(Barrier() for _ in range(shape[0]))
-    tiles, tokens, width = shape
-    return Shared(np.full((tiles * (width // 64), tokens, 64), np.nan, dtype), tuple(shape))
+    *tiles, tokens, width = shape
+    return Shared(np.full((math.prod(tiles) * (width // 64), tokens, 64), np.nan, dtype), tuple(shape))
 
 
 _program = threading.local()
@@ -193,7 +195,9 @@ class Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
+        def launch(
+            *arguments: Any, num_warps: int, maxnreg: int = 0, launch_pdl: bool = False, **constants: Any
+        ) -> None:
             values = [
                 Pointer.to(x) if isinstance(x, torch.Tensor) else tensor(x) if isinstance(x, int) else x
                 for x in arguments
@@ -207,6 +211,14 @@ class Kernel:
 
 def _jit(function: Any = None, **_: Any) -> Any:
     return Kernel if function is None else Kernel(function)
+
+
+def _use_pages(module: ModuleType, pages: Path) -> None:
+    """What the module took from `hopper_pages.py`, for the CPU as well."""
+    original, replaced = import_module("tokenmill.kernels.hopper_pages"), vars(load_module(pages))
+    for name, value in vars(original).items():
+        if not name.startswith("__") and module.__dict__.get(name) is value:
+            module.__dict__[name] = replaced[name]
 
 
 def _constexpr(value: Any) -> Any:
@@ -233,6 +245,7 @@ def load_module(path: Path) -> ModuleType:
         max=lambda x, axis: tensor(np.fmax.reduce(x, axis)),
         sum=lambda x, axis: tensor(np.sum(x, axis)),
         exp2=lambda x: tensor(np.exp2(x)),
+        log2=lambda x: tensor(np.log2(x)),
         exp=lambda x: tensor(np.exp(x)),
         load=_load,
         store=_store,
@@ -277,6 +290,8 @@ def load_module(path: Path) -> ModuleType:
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)
+    if path.stem != "hopper_pages":
+        _use_pages(module, path.with_name("hopper_pages.py"))
     # Programs run one after the other here.
     module.__dict__.update(let_next_begin=_nothing, wait_for_inputs=_nothing)
     return module

@@ -14,6 +14,7 @@ import torch
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.kernels import triton_attention, triton_balanced, triton_decode, triton_prefill
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
+from tokenmill.kernels.runs import Runs
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kernels.triton_rotary import rotate_and_store
 
@@ -34,7 +35,7 @@ class _Work:
     longest_row: int  # of those with more than one query
     prefill_starts: torch.Tensor  # int32 [prefill rows + 1], their first tokens in the step
     # Of the decoding rows, by the keys of a tile and their number; made when the first layer needs them.
-    runs: dict[tuple[int, int], triton_balanced.Runs]
+    runs: dict[tuple[int, int], Runs]
 
 
 class TritonBackend:
@@ -167,8 +168,15 @@ class TritonBackend:
         rows = self._rows(layout, layer, slice(0, len(q_RHD)))
         whole = spec.window is None and layout.shared is None
         if whole and triton_balanced.pays(len(q_RHD), spec.num_heads, spec.num_kv_heads):
-            runs = self._runs(rows.lengths_R, spec, q_RHD.element_size())
-            triton_balanced.decode(q_RHD, rows, runs, scale=spec.scale, out_RHD=out_RHD)
+            shape = triton_balanced.shape_of_runs(q_RHD, rows)
+            are_new = shape not in work.runs
+            if are_new:
+                work.runs[shape] = triton_balanced.plan_runs(
+                    rows.lengths_R, tile_keys=shape[0], num_runs=shape[1], longest=work.longest_decode
+                )
+            triton_balanced.decode(
+                q_RHD, rows, work.runs[shape], scale=spec.scale, out_RHD=out_RHD, are_new=are_new
+            )
             return
         triton_decode.decode(
             q_RHD,
@@ -179,19 +187,6 @@ class TritonBackend:
             out_RHD=out_RHD,
             shared=layout.shared,
         )
-
-    def _runs(self, lengths_R: torch.Tensor, spec: AttentionSpec, element_size: int) -> triton_balanced.Runs:
-        assert self._work is not None, "plan() comes first"
-        tile_keys = triton_decode.tile_keys(spec.head_dim, element_size)
-        num_runs = triton_balanced.num_runs(lengths_R.device, spec.num_kv_heads)
-        runs = self._work.runs.get((tile_keys, num_runs))
-        if runs is None:
-            longest = self._work.longest_decode
-            runs = triton_balanced.plan_runs(
-                lengths_R, tile_keys=tile_keys, num_runs=num_runs, longest=longest
-            )
-            self._work.runs[tile_keys, num_runs] = runs
-        return runs
 
     def _rows(self, layout: StepLayout, layer: int, rows: slice) -> triton_attention.PagedRows:
         return triton_attention.PagedRows(

@@ -24,25 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import (
-    COPY_ALIGNMENT,
-    LOG2_E,
-    ROWS_PER_SEARCH,
-    PagedRows,
-    num_processors,
-)
+from tokenmill.kernels.hopper_pages import are_tiles, can_be_copied, clear_past, copy_tokens, page_tiles
+from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, num_processors
 
 HEAD_DIM = 128  # with smaller heads the exponentials cost as much as the products, and the plain kernel wins
 # Measured on an H200: below both, starting a program of this size costs more than it gains.
 LONG_QUERY = 1024
 LONG_PREFIX = 4  # times the prompt's own tokens
 GROUP_QUERIES = gl.constexpr(64)  # pairs of query and head of a group of four warps: what its products take
-PAGE_TOKENS = gl.constexpr(16)  # tokens of a page copied at once
-PANEL = gl.constexpr(64)  # numbers of 128 bytes: a tile in shared memory is made of columns of this width
 NEVER = gl.constexpr(-1e30)  # the peak of a query before its first key: finite, to be subtracted from itself
 # Tiles lie in shared memory in columns of 128 bytes, as products read them.
 STEP_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +67,11 @@ def pays(longest_query: int, longest_row: int) -> bool:
 def can_take(k_TKD: torch.Tensor, v_TKD: torch.Tensor, rows: PagedRows, most_pairs: int) -> bool:
     """Whether `prefill` knows these numbers and layouts, and rows fill more than one group."""
     return (
-        k_TKD.element_size() == 2
+        are_tiles(rows)
         and k_TKD.shape[2] == HEAD_DIM
-        and rows.key_cache_NBKD.shape[1] % PAGE_TOKENS.value == 0
         and most_pairs > GROUP_QUERIES.value
         and k_TKD.stride() == v_TKD.stride()
-        and all(
-            (x.data_ptr() | 2 * stride) % COPY_ALIGNMENT == 0
-            for x in (k_TKD, v_TKD, rows.key_cache_NBKD, rows.value_cache_NBKD)
-            for stride in x.stride()[:-1]
-        )
+        and can_be_copied(k_TKD, v_TKD)
     )
 
 
@@ -110,8 +97,8 @@ def prefill(
         q_THD,
         _step_tiles(k_TKD, tiling.keys),
         _step_tiles(v_TKD, tiling.keys),
-        _page_tiles(rows.key_cache_NBKD),
-        _page_tiles(rows.value_cache_NBKD),
+        page_tiles(rows.key_cache_NBKD),
+        page_tiles(rows.value_cache_NBKD),
         rows.page_table_RP,
         query_starts,
         rows.lengths_R,
@@ -142,13 +129,6 @@ def _step_tiles(x_TKD: torch.Tensor, keys: int) -> TensorDescriptor:
     stride_t, stride_h, _ = x_TKD.stride()
     width = (num_heads - 1) * stride_h + head_dim
     return TensorDescriptor(x_TKD, [num_tokens, width], [stride_t, 1], [keys, head_dim], STEP_LAYOUT)
-
-
-def _page_tiles(cache_NBKD: torch.Tensor) -> TensorDescriptor:
-    """Tiles [16 tokens, 64 numbers] of the pages of one head."""
-    x_NKBD = cache_NBKD.transpose(1, 2)
-    block = [1, 1, PAGE_TOKENS.value, PANEL.value]
-    return TensorDescriptor(x_NKBD, list(x_NKBD.shape), list(x_NKBD.stride()), block, PAGE_LAYOUT)
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
@@ -225,51 +205,6 @@ def _copy_own(
 
 
 @gluon.jit
-def _copy_pieces(
-    cache, tiles, slot, full, pages, places, kv_head, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Copy sixteen tokens each from these pages into the tile in `slot`, where products expect them."""
-    PIECES: gl.constexpr = BLOCK_N // PAGE_TOKENS
-    PANELS: gl.constexpr = HEAD_DIM // PANEL
-    stages: gl.constexpr = tiles.shape[0]
-    pieces = tiles._reinterpret(
-        tiles.dtype, [stages * PANELS * PIECES, 1, 1, PAGE_TOKENS, PANEL], cache.layout
-    )
-    mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
-    for piece in gl.static_range(PIECES):
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                cache,
-                [pages[piece], kv_head, places[piece], panel * PANEL],
-                full,
-                pieces.index((slot * PANELS + panel) * PIECES + piece),
-            )
-
-
-@gluon.jit
-def _copy_prefix(
-    step, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
-    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy keys and values of positions [start, start + BLOCK_N) of a prefix; past its end, the last ones."""
-    slot = step % STAGES
-    phase = step // STAGES % 2 ^ 1
-    last = (prefix - 1) // PAGE_TOKENS * PAGE_TOKENS
-    pages = ()
-    places = ()
-    for piece in gl.static_range(BLOCK_N // PAGE_TOKENS):
-        position = gl.minimum(start + piece * PAGE_TOKENS, last)
-        pages += (gl.load(table + position // PAGE_SIZE),)
-        places += (position % PAGE_SIZE,)
-    mbarrier.wait(barriers.index(2 * STAGES + slot), phase)
-    _copy_pieces(k_cache, k_tiles, slot, barriers.index(slot), pages, places, kv_head, HEAD_DIM, BLOCK_N)
-    mbarrier.wait(barriers.index(3 * STAGES + slot), phase)
-    _copy_pieces(
-        v_cache, v_tiles, slot, barriers.index(STAGES + slot), pages, places, kv_head, HEAD_DIM, BLOCK_N
-    )
-
-
-@gluon.jit
 def _feed(
     k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, query_starts, lengths, num_rows,
     num_tiles, num_kv_heads, stride_h, stride_table,
@@ -298,7 +233,7 @@ def _feed(
             step += own - whole
             if partial > 0:
                 start = prefix // BLOCK_N * BLOCK_N
-                _copy_prefix(
+                copy_tokens(
                     step, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
                     PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
                 )  # fmt: skip
@@ -311,7 +246,7 @@ def _feed(
             step += whole
             for index in range(prefix // BLOCK_N):
                 start = (prefix // BLOCK_N - 1 - index) * BLOCK_N
-                _copy_prefix(
+                copy_tokens(
                     step + index, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
                     PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
                 )  # fmt: skip
@@ -358,32 +293,6 @@ def _masked(scores, queries, start, limit, BLOCK_N: gl.constexpr):
     positions = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
     visible = (positions[None, :] <= queries[:, None]) & (positions < limit)[None, :]
     return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def _clear_past(
-    step, v_tiles, barriers, count, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):
-    """Zero the values of tile `step` from its token `count` on: they are another row's or nobody's, and
-    weights of zero do not cancel NaN. Every group of warps does so, and writes the same.
-    """
-    PIECES: gl.constexpr = BLOCK_N // PAGE_TOKENS
-    PANELS: gl.constexpr = HEAD_DIM // PANEL
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if count < BLOCK_N:
-        slot = step % STAGES
-        mbarrier.wait(barriers.index(STAGES + slot), step // STAGES % 2)
-        pieces = v_tiles._reinterpret(
-            v_tiles.dtype, [STAGES * PANELS * PIECES, PAGE_TOKENS, PANEL], v_tiles.layout
-        )
-        tokens = gl.arange(0, PAGE_TOKENS, gl.SliceLayout(1, layout))[:, None]
-        for piece in range(count // PAGE_TOKENS, PIECES):
-            for panel in gl.static_range(PANELS):
-                place = pieces.index((slot * PANELS + panel) * PIECES + piece)
-                values = place.load(layout)
-                place.store(gl.where(piece * PAGE_TOKENS + tokens < count, values, 0.0).to(values.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
 
 
 @gluon.jit
@@ -436,7 +345,7 @@ def _attend(
     scores = _start_scores(step, query, k_tiles, barriers, BLOCK_N, STAGES)
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(barriers.index(2 * STAGES + step % STAGES))
-    _clear_past(step, v_tiles, barriers, num_queries - start, HEAD_DIM, BLOCK_N, STAGES)
+    clear_past(step, v_tiles, barriers, num_queries - start, HEAD_DIM, BLOCK_N, STAGES)
     scores = _masked(scores, queries, start, num_queries, BLOCK_N)
     weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
     narrow = _narrow(weights, out_layout, query.dtype)
@@ -450,7 +359,7 @@ def _attend(
         of_prefix = index == own - whole
         start = gl.where(of_prefix, prefix // BLOCK_N, own - 1 - index) * BLOCK_N
         limit = gl.where(of_prefix, prefix, num_queries)
-        _clear_past(step + index, v_tiles, barriers, limit - start, HEAD_DIM, BLOCK_N, STAGES)
+        clear_past(step + index, v_tiles, barriers, limit - start, HEAD_DIM, BLOCK_N, STAGES)
         scores = _masked(scores, gl.where(of_prefix, limit, queries), start, limit, BLOCK_N)
         weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
         acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)

@@ -5,7 +5,8 @@ that cuts: no program is left over at the end, and none starts anew at each row.
 complete; of the others each run leaves a piece, and a second kernel puts those together.
 
 Letters as in `attention/base.py`; nothing here waits for the device, and a launch depends on host numbers
-only through upper bounds. The kernels for few rows, windows and shared prefixes are in `triton_decode.py`.
+only through upper bounds. On Hopper GPUs the kernel of `hopper_decode.py` takes the runs, where it knows the
+layout. The kernels for few rows, windows and shared prefixes are in `triton_decode.py`.
 """
 
 # Triton rewrites these functions: their arguments are pointers and scalars of its own language.
@@ -13,13 +14,15 @@ only through upper bounds. The kernels for few rows, windows and shared prefixes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
+from tokenmill.kernels import triton_decode
+from tokenmill.kernels.runs import RunPieces, Runs
+from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, has_hopper_kernels, num_processors
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Measured on an H200: four programs to a processor, each with two tiles on their way.
@@ -31,17 +34,7 @@ MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 PIECES_AT_ONCE = 8
 LISTED_AT_ONCE = 256
 ROWS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """The keys of a step's rows in tiles, the rows one after the other, and the runs that programs take."""
-
-    tile_keys: int  # the last tile of a row may be partly empty
-    tiles_3N: torch.Tensor  # int32: row, first key, length of the row; the rest is not written
-    # int32, for each run and once more: its first tile (at last the number of tiles); the row to put together
-    # at its end, or -1; the run with that row's first tile.
-    cuts_3P: torch.Tensor
+GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
 
 
 def pays(num_rows: int, num_heads: int, num_kv_heads: int) -> bool:
@@ -49,9 +42,25 @@ def pays(num_rows: int, num_heads: int, num_kv_heads: int) -> bool:
     return num_rows * num_kv_heads >= FEWEST_STREAMS and num_heads <= MOST_QUERIES * num_kv_heads
 
 
-def num_runs(device: torch.device, num_kv_heads: int) -> int:
-    """Programs for each key head; all of them run at the same time."""
-    return max(1, PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads)
+def shape_of_runs(q_RHD: torch.Tensor, rows: PagedRows) -> tuple[int, int]:
+    """(keys of a tile, runs for each key head: as many as are computed at the same time)"""
+    head_dim, num_kv_heads = q_RHD.shape[2], rows.key_cache_NBKD.shape[2]
+    if _is_for_hopper(q_RHD, rows):
+        from tokenmill.kernels import hopper_decode
+
+        keys, programs = hopper_decode.TILE_KEYS, hopper_decode.decode_tiling(head_dim).programs
+    else:
+        keys = triton_decode.tile_keys(head_dim, q_RHD.element_size())
+        programs = PROGRAMS_PER_PROCESSOR
+    return keys, max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
+
+
+def _is_for_hopper(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
+    if not has_hopper_kernels(q_RHD.device):
+        return False
+    from tokenmill.kernels import hopper_decode
+
+    return hopper_decode.can_take(q_RHD, rows)
 
 
 def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest: int) -> Runs:
@@ -67,6 +76,7 @@ def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest
         count,
         tiles_3N.shape[1],
         num_rows,
+        _stride(num_rows),
         BLOCK_N=tile_keys,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         LISTED_AT_ONCE=LISTED_AT_ONCE,
@@ -85,27 +95,70 @@ def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest
     return Runs(tile_keys, tiles_3N, cuts_3P)
 
 
-def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, out_RHD: torch.Tensor) -> None:
+def _stride(num_rows: int) -> int:
+    """The distance between rows that are listed one after the other, so that all are, and neighbours are not.
+
+    A row that ends costs a run more than its tiles do, and rows alike stand together: those that fill a graph
+    up have one key each.
+    """
+    return next(
+        step for step in range(round(0.618 * num_rows), num_rows + 2) if math.gcd(step, num_rows) == 1
+    )
+
+
+def decode(
+    q_RHD: torch.Tensor,
+    rows: PagedRows,
+    runs: Runs,
+    *,
+    scale: float,
+    out_RHD: torch.Tensor,
+    are_new: bool = True,
+) -> None:
     """Attention of one query per row, its last token, over all its keys, written to `out_RHD`.
 
-    `runs` are those of the rows' lengths.
+    `runs` are those of the rows' lengths, in the shape of `shape_of_runs`. Only if another launch has used
+    them before, and waited for all that was launched before it, they need not be `are_new`.
     """
-    _, num_heads, head_dim = q_RHD.shape
-    num_kv_heads = rows.key_cache_NBKD.shape[2]
-    group = num_heads // num_kv_heads
+    num_heads, num_kv_heads = q_RHD.shape[1], rows.key_cache_NBKD.shape[2]
     num_runs = runs.cuts_3P.shape[1] - 1
-    block_queries, block_dim = (max(16, triton.next_power_of_2(size)) for size in (group, head_dim))
-    # The pieces of a run's first row and of its last one, if they do not lie in it as a whole.
-    shape = (num_kv_heads, num_runs, 2, block_queries)
-    parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_RHD.device)
-    logs = torch.empty(shape, dtype=torch.float32, device=q_RHD.device)
-    constants = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_G": block_queries,
-        "BLOCK_DIM": block_dim,
-    }
-    _balanced_kernel[(num_kv_heads, num_runs)](
+    shape = (num_kv_heads, num_runs, 2, _block(num_heads // num_kv_heads))
+    pieces = RunPieces(
+        torch.empty((*shape, q_RHD.shape[2]), dtype=torch.float32, device=q_RHD.device),
+        torch.empty(shape, dtype=torch.float32, device=q_RHD.device),
+    )
+    if _is_for_hopper(q_RHD, rows):
+        from tokenmill.kernels import hopper_decode
+
+        hopper_decode.attend(q_RHD, rows, runs, scale=scale, are_new=are_new, pieces=pieces, out_RHD=out_RHD)
+    else:
+        _attend(q_RHD, rows, runs, scale=scale, pieces=pieces, out_RHD=out_RHD)
+    _join_kernel[(num_heads, num_runs)](
+        pieces.parts_KP2GD,
+        pieces.logs_KP2G,
+        runs.cuts_3P,
+        out_RHD,
+        out_RHD.stride(0),
+        out_RHD.stride(1),
+        **_constants(q_RHD, num_kv_heads),
+        PIECES=PIECES_AT_ONCE,
+        num_warps=1,
+        **overlap_options(q_RHD.device),
+    )
+
+
+def _attend(
+    q_RHD: torch.Tensor,
+    rows: PagedRows,
+    runs: Runs,
+    *,
+    scale: float,
+    pieces: RunPieces,
+    out_RHD: torch.Tensor,
+) -> None:
+    """Write the answers of rows that lie in one run, and leave the pieces of the others."""
+    num_kv_heads = rows.key_cache_NBKD.shape[2]
+    _balanced_kernel[(num_kv_heads, runs.cuts_3P.shape[1] - 1)](
         q_RHD,
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
@@ -113,8 +166,8 @@ def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, ou
         runs.tiles_3N,
         runs.cuts_3P,
         out_RHD,
-        parts,
-        logs,
+        pieces.parts_KP2GD,
+        pieces.logs_KP2G,
         scale * LOG2_E,
         runs.tiles_3N.shape[1],
         q_RHD.stride(0),
@@ -123,7 +176,7 @@ def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, ou
         rows.page_table_RP.stride(0),
         out_RHD.stride(0),
         out_RHD.stride(1),
-        **constants,
+        **_constants(q_RHD, num_kv_heads),
         BLOCK_N=runs.tile_keys,
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         STAGES=STAGES,
@@ -131,40 +184,49 @@ def decode(q_RHD: torch.Tensor, rows: PagedRows, runs: Runs, *, scale: float, ou
         maxnreg=REGISTERS,
         **overlap_options(q_RHD.device),
     )
-    _join_kernel[(num_heads, num_runs)](
-        parts,
-        logs,
-        runs.cuts_3P,
-        out_RHD,
-        out_RHD.stride(0),
-        out_RHD.stride(1),
-        **constants,
-        PIECES=PIECES_AT_ONCE,
-        num_warps=1,
-        **overlap_options(q_RHD.device),
-    )
+
+
+def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
+    _, num_heads, head_dim = q_RHD.shape
+    group = num_heads // num_kv_heads
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_G": _block(group),
+        "BLOCK_DIM": _block(head_dim),
+    }
+
+
+def _block(size: int) -> int:
+    """The block that holds `size` numbers, and is large enough for a tensor core."""
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride_tile"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(
+    do_not_specialize=["num_rows", "stride_tile", "stride_row"], do_not_specialize_on_alignment=["lengths"]
+)
 def _list_kernel(
     lengths,
     tiles,
     count,
     stride_tile,
     num_rows,
+    stride_row,
     BLOCK_N: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
     LISTED_AT_ONCE: tl.constexpr,
 ):
-    """One row: its tiles, behind those of all rows before it."""
-    row = tl.program_id(0)
+    """One row: its tiles, behind those of all rows that are listed before it."""
+    rank = tl.program_id(0)
     before = 0
-    for begin in range(0, row, ROWS_AT_ONCE):
-        others = begin + tl.arange(0, ROWS_AT_ONCE)
-        before += tl.sum(tl.cdiv(tl.load(lengths + others, mask=others < row, other=0), BLOCK_N), axis=0)
+    for begin in range(0, rank, ROWS_AT_ONCE):
+        ranks = begin + tl.arange(0, ROWS_AT_ONCE)
+        others = lengths + ranks * stride_row % num_rows
+        before += tl.sum(tl.cdiv(tl.load(others, mask=ranks < rank, other=0), BLOCK_N), axis=0)
+    row = rank * stride_row % num_rows
     length = tl.load(lengths + row)
     number = tl.cdiv(length, BLOCK_N)
     for begin in range(0, number, LISTED_AT_ONCE):
@@ -175,7 +237,7 @@ def _list_kernel(
         tl.store(target, row + nothing, mask=keep)
         tl.store(target + stride_tile, listed * BLOCK_N, mask=keep)
         tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
-    if row == num_rows - 1:
+    if rank == num_rows - 1:
         tl.store(count, before + number)
 
 

@@ -1,0 +1,120 @@
+"""Decode attention in runs for Hopper against attention in float64; `gluon_on_cpu.py` runs the kernel."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.attention import create_backend
+from tokenmill.attention.base import AttentionSpec
+
+pytestmark = [
+    pytest.mark.cpu,
+    # Triton's interpreter turns one-element arrays into loop bounds.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ragged() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "attention" / "ragged.py")))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`hopper_decode.py` on the CPU; every step of rows of one query goes there."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    from tokenmill.kernels import triton_balanced
+
+    load_module = runpy.run_path(str(Path(__file__).with_name("gluon_on_cpu.py")))["load_module"]
+    module = load_module(ROOT / "tokenmill" / "kernels" / "hopper_decode.py")
+    monkeypatch.setattr("tokenmill.kernels.hopper_decode", module, raising=False)
+    monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_decode", module)
+    monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
+    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", 1)
+    return module
+
+
+def decode(hopper: Any, step: Any, spec: AttentionSpec, page_size: int) -> list[torch.Tensor]:
+    """The answers of two layers over the same caches: runs that are new, and those of the layer before."""
+    backend = create_backend("triton", [spec] * 2, [step.key_cache] * 2, [step.value_cache] * 2, page_size)
+    backend.plan(step.layout)
+    return [backend.run(step.q, step.k, step.v, layer) for layer in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_rows(
+    ragged: SimpleNamespace, hopper: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    heads, kv_heads = draw.choice(((4, 1), (7, 1), (2, 2), (12, 1)))
+    head_dim, page_size = draw.choice((64, 128)), draw.choice((16, 32))
+    rows = [(1, draw.choice((1, 16, 64, 65, draw.randint(1, 400)))) for _ in range(draw.randint(1, 6))]
+    tiling = hopper.DecodeTiling(draw.randint(1, 3), 96, draw.randint(2, 4))
+    monkeypatch.setattr(hopper, "decode_tiling", lambda _: tiling)
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    step = ragged.ragged_step(
+        spec,
+        rows,
+        page_size=page_size,
+        dtype=torch.float32,
+        seed=seed,
+        heads_first=draw.random() < 0.3,
+        device="cpu",
+    )
+    for out in decode(hopper, step, spec, page_size):
+        assert ragged.relative_error(out, step.expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_row_of_nan_stays_alone(ragged: SimpleNamespace, hopper: Any) -> None:
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    rows = [(1, 70), (1, 90), (1, 40), (1, 5)]
+    step = ragged.ragged_step(spec, rows, page_size=16, dtype=torch.float32, seed=3, device="cpu")
+    step.q[1] = torch.nan
+    others = torch.tensor([0, 2, 3])
+    for out in decode(hopper, step, spec, 16):
+        assert out[1].isnan().all()
+        assert ragged.relative_error(out[others], step.expected[others]) < 1e-6
+
+
+def test_a_row_s_newest_key_waits_for_the_kernel_that_stores_it(
+    ragged: SimpleNamespace, hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied before the wait are whole tiles in front of a row's last one, and only of runs that were
+    used before."""
+    events: list[tuple[int, str]] = []  # of which warps, and what
+    copy_tokens = hopper.copy_tokens
+
+    def note(event: str) -> None:
+        events.append((threading.get_ident(), event))
+
+    def copied(step: Any, *arguments: Any) -> None:
+        start, length = int(arguments[6]), int(arguments[7])
+        note("old" if start + hopper.TILE_KEYS < length else "new")
+        copy_tokens(step, *arguments)
+
+    monkeypatch.setattr(hopper, "copy_tokens", copied)
+    monkeypatch.setattr(hopper, "wait_for_inputs", lambda _: note("wait"))
+    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(1, 96, 3))
+    monkeypatch.setattr("tokenmill.kernels.triton_balanced.num_processors", lambda _: 1)
+    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    step = ragged.ragged_step(spec, [(1, 150)], page_size=16, dtype=torch.float32, seed=0, device="cpu")
+    backend = create_backend("triton", [spec] * 2, [step.key_cache] * 2, [step.value_cache] * 2, 16)
+    backend.plan(step.layout)
+    for layer, expected in ((0, ["wait", "old", "old", "wait", "new"]), (1, ["old", "old", "wait", "new"])):
+        events.clear()
+        backend.run(step.q, step.k, step.v, layer)
+        (feeding,) = {thread for thread, event in events if event != "wait"}
+        assert [event for thread, event in events if thread == feeding] == expected

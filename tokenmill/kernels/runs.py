@@ -1,0 +1,29 @@
+"""The keys of decoding rows in runs of equal length, as kernels are told of them, and what the runs leave.
+
+Made in `triton_balanced.py`; letters as in `attention/base.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The keys of a step's rows in tiles, the rows one after the other, and the runs that programs take."""
+
+    tile_keys: int  # the last tile of a row may be partly empty
+    tiles_3N: torch.Tensor  # int32: row, first key, length of the row; the rest is not written
+    # int32, for each run and once more: its first tile (at last the number of tiles); the row to put together
+    # at its end, or -1; the run with that row's first tile.
+    cuts_3P: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RunPieces:
+    """Of each key head and run, pieces of its first row and its last one, if they do not lie in it whole."""
+
+    parts_KP2GD: torch.Tensor  # float32, attention over the piece's keys; G has room for a head's queries
+    logs_KP2G: torch.Tensor  # float32, log2 of the sum of their weights
