@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec
-from tokenmill.kernels import hopper_prefill, triton_decode, triton_prefill
+from tokenmill.kernels import hopper_prefill, triton_balanced, triton_decode, triton_prefill
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.compilation import ParallelCompilation
 from tokenmill.kernels.hopper_prefill import HopperTiling
@@ -38,8 +38,10 @@ PEAK_FLOPS = 800e12  # what a large bfloat16 product reaches there
 COLD_BYTES = 200e6  # several times the L2 cache
 PAGE_SIZE = 16
 HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128)]
-BATCHES = [1, 16, 64, 256]
-CONTEXTS = [512, 1024, 4096]
+DECODE_HEADS = [*HEADS, (16, 8, 64), (16, 2, 128)]
+BATCHES = [1, 16, 64, 256, 512]
+CONTEXTS = [1024, 4096, 16384]
+MOST_CACHE_BYTES = 20e9  # longer contexts of so many rows are left out
 REPLAYS = 9
 
 
@@ -74,32 +76,49 @@ def paged_rows(batch: int, context: int, kv_heads: int, head_dim: int) -> PagedR
     return PagedRows(keys, values, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"))
 
 
-def decode_seconds(batch: int, context: int, heads: tuple[int, int, int]) -> float:
-    """Time of decode attention, over as many separate caches as exceed the L2 cache."""
+def decode_call(
+    q: torch.Tensor, rows: PagedRows, context: int, out: torch.Tensor, *, in_runs: bool
+) -> Callable[[], object]:
+    """Decode attention as a layer launches it, by the kernels for runs or those for splits."""
+    scale = q.shape[2] ** -0.5
+    if not in_runs:
+        return partial(triton_decode.decode, q, rows, scale=scale, window=None, longest=context, out_RHD=out)
+    tile_keys, num_runs = triton_balanced.shape_of_runs(q, rows)
+    runs = triton_balanced.plan_runs(rows.lengths_R, tile_keys=tile_keys, num_runs=num_runs, longest=context)
+    return partial(triton_balanced.decode, q, rows, runs, scale=scale, out_RHD=out, are_new=False)
+
+
+def decode_seconds(
+    batch: int, context: int, heads: tuple[int, int, int], *, in_runs: bool | None = None
+) -> float:
+    """Time of decode attention, over as many separate caches as exceed the L2 cache.
+
+    `in_runs`: by which kernels; None: by those that the engine chooses.
+    """
     num_heads, kv_heads, head_dim = heads
     cache_bytes = batch * context * kv_heads * head_dim * 4
     num_caches = max(2, min(800, int(COLD_BYTES / cache_bytes) + 1))
     caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    attend = partial(
-        triton_decode.decode,
-        q,
-        scale=head_dim**-0.5,
-        window=None,
-        longest=context,
-        out_RHD=torch.empty_like(q),
-    )
-    return seconds_each([partial(attend, rows) for rows in caches] * (4 if num_caches < 8 else 1))
+    out = torch.empty_like(q)
+    if in_runs is None:
+        in_runs = triton_balanced.pays(q, caches[0])
+    calls = [decode_call(q, rows, context, out, in_runs=in_runs) for rows in caches]
+    return seconds_each(calls * (4 if num_caches < 8 else 1))
 
 
 def report_decode() -> None:
     print("\ndecode attention: GB/s of keys and values (share of 4.3 TB/s), microseconds")
     print(f"{'heads':>12} {'batch':>6} " + " ".join(f"{f'context {context}':>24}" for context in CONTEXTS))
-    for heads, batch in itertools.product(HEADS, BATCHES):
+    for heads, batch in itertools.product(DECODE_HEADS, BATCHES):
         cells = []
         for context in CONTEXTS:
+            cache_bytes = batch * context * heads[1] * heads[2] * 4
+            if cache_bytes > MOST_CACHE_BYTES:
+                cells.append("")
+                continue
             seconds = decode_seconds(batch, context, heads)
-            rate = batch * context * heads[1] * heads[2] * 4 / seconds
+            rate = cache_bytes / seconds
             cells.append(f"{rate / 1e9:6.0f} ({rate / PEAK_BYTES_PER_SECOND:4.0%}) {seconds * 1e6:8.1f}")
         print(f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} " + " ".join(f"{cell:>24}" for cell in cells))
 
@@ -213,7 +232,7 @@ def tune_decode() -> None:
                 setting = (
                     f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}, heads as {fold}"
                 )
-                found.append((decode_seconds(batch, context, heads), setting))
+                found.append((decode_seconds(batch, context, heads, in_runs=False), setting))
         floor = batch * context * heads[1] * heads[2] * 4 / PEAK_BYTES_PER_SECOND * 1e6
         title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"
         print(f"\n{title}: floor {floor:.1f} us", flush=True)

@@ -71,7 +71,8 @@ def test_random_batches(
 ) -> None:
     from tokenmill.kernels import triton_balanced
 
-    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", fewest_streams)
+    for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
+        monkeypatch.setattr(triton_balanced, name, fewest_streams)
     draw = random.Random(seed)
     heads, kv_heads, head_dim = HEADS[seed % len(HEADS)]
     dtype = list(LIMITS)[seed % 3]
@@ -137,7 +138,8 @@ def test_a_captured_step_follows_the_device(
     """A graph planned with upper bounds gives each row's own answer after lengths and pages have changed."""
     from tokenmill.kernels import triton_balanced
 
-    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", fewest_streams)
+    for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
+        monkeypatch.setattr(triton_balanced, name, fewest_streams)
     spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
     first, second = (
         ragged.ragged_step(

@@ -42,7 +42,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("tokenmill.kernels.hopper_decode", module, raising=False)
     monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_decode", module)
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
-    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", 1)
+    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS_HOPPER", 1)
     return module
 
 
@@ -61,7 +61,7 @@ def test_random_rows(
     heads, kv_heads = draw.choice(((4, 1), (7, 1), (2, 2), (12, 1)))
     head_dim, page_size = draw.choice((64, 128)), draw.choice((16, 32))
     rows = [(1, draw.choice((1, 16, 64, 65, draw.randint(1, 400)))) for _ in range(draw.randint(1, 6))]
-    tiling = hopper.DecodeTiling(draw.randint(1, 3), 96, draw.randint(2, 4))
+    tiling = hopper.DecodeTiling(draw.choice((64, 128)), draw.randint(1, 3), 96, draw.randint(2, 4))
     monkeypatch.setattr(hopper, "decode_tiling", lambda _: tiling)
     spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
     step = ragged.ragged_step(
@@ -102,12 +102,12 @@ def test_a_row_s_newest_key_waits_for_the_kernel_that_stores_it(
 
     def copied(step: Any, *arguments: Any) -> None:
         start, length = int(arguments[6]), int(arguments[7])
-        note("old" if start + hopper.TILE_KEYS < length else "new")
+        note("old" if start + 64 < length else "new")
         copy_tokens(step, *arguments)
 
     monkeypatch.setattr(hopper, "copy_tokens", copied)
     monkeypatch.setattr(hopper, "wait_for_inputs", lambda _: note("wait"))
-    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(1, 96, 3))
+    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(64, 1, 96, 3))
     monkeypatch.setattr("tokenmill.kernels.triton_balanced.num_processors", lambda _: 1)
     spec = AttentionSpec(2, 1, 64, scale=0.125)
     step = ragged.ragged_step(spec, [(1, 150)], page_size=16, dtype=torch.float32, seed=0, device="cpu")

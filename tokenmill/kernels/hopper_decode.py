@@ -40,15 +40,15 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 
 HEAD_DIMS = (64, 128)
 QUERIES = 8  # columns of a product, in steps of so many
-TILE_KEYS = 64  # what four warps multiply at a time
 QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """How many programs share a processor, with how many registers a thread, and tiles under way in each."""
+    """Keys of a tile, programs that share a processor, registers of a thread, tiles that are under way."""
 
+    keys: int
     programs: int
     registers: int
     stages: int
@@ -56,7 +56,7 @@ class DecodeTiling:
 
 def decode_tiling(head_dim: int) -> DecodeTiling:
     """Measured on an H200."""
-    return DecodeTiling(2, 96, 3) if head_dim == 128 else DecodeTiling(3, 80, 4)
+    return DecodeTiling(64, 2, 96, 3) if head_dim == 128 else DecodeTiling(64, 3, 80, 3)
 
 
 def can_take(q_RHD: torch.Tensor, rows: PagedRows) -> bool:

@@ -29,7 +29,8 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3
 REGISTERS = 128
-FEWEST_STREAMS = 96  # pairs of row and key head; with fewer, starting to stream takes most of the time
+# Pairs of row and key head; with fewer, starting to stream takes most of the time, unless starts are hidden.
+FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 8
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 PIECES_AT_ONCE = 8
 LISTED_AT_ONCE = 256
@@ -37,9 +38,12 @@ ROWS_AT_ONCE = 1024
 GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
 
 
-def pays(num_rows: int, num_heads: int, num_kv_heads: int) -> bool:
+def pays(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
     """Whether so many rows are decoded faster by these kernels."""
-    return num_rows * num_kv_heads >= FEWEST_STREAMS and num_heads <= MOST_QUERIES * num_kv_heads
+    num_rows, num_heads, _ = q_RHD.shape
+    num_kv_heads = rows.key_cache_NBKD.shape[2]
+    fewest = FEWEST_STREAMS_HOPPER if _is_for_hopper(q_RHD, rows) else FEWEST_STREAMS
+    return num_rows * num_kv_heads >= fewest and num_heads <= MOST_QUERIES * num_kv_heads
 
 
 def shape_of_runs(q_RHD: torch.Tensor, rows: PagedRows) -> tuple[int, int]:
@@ -48,7 +52,8 @@ def shape_of_runs(q_RHD: torch.Tensor, rows: PagedRows) -> tuple[int, int]:
     if _is_for_hopper(q_RHD, rows):
         from tokenmill.kernels import hopper_decode
 
-        keys, programs = hopper_decode.TILE_KEYS, hopper_decode.decode_tiling(head_dim).programs
+        tiling = hopper_decode.decode_tiling(head_dim)
+        keys, programs = tiling.keys, tiling.programs
     else:
         keys = triton_decode.tile_keys(head_dim, q_RHD.element_size())
         programs = PROGRAMS_PER_PROCESSOR
