@@ -102,7 +102,7 @@ def decode_seconds(
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
     if in_runs is None:
-        in_runs = triton_balanced.pays(q, caches[0])
+        in_runs = triton_balanced.pays(q, caches[0], context)
     calls = [decode_call(q, rows, context, out, in_runs=in_runs) for rows in caches]
     return seconds_each(calls * (4 if num_caches < 8 else 1))
 

@@ -73,6 +73,7 @@ def test_random_batches(
 
     for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
         monkeypatch.setattr(triton_balanced, name, fewest_streams)
+    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
     draw = random.Random(seed)
     heads, kv_heads, head_dim = HEADS[seed % len(HEADS)]
     dtype = list(LIMITS)[seed % 3]
@@ -140,6 +141,7 @@ def test_a_captured_step_follows_the_device(
 
     for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
         monkeypatch.setattr(triton_balanced, name, fewest_streams)
+    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
     spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
     first, second = (
         ragged.ragged_step(

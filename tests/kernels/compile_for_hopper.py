@@ -20,7 +20,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tokenmill.kernels import (
+    hopper_decode,
     hopper_linear,
+    hopper_pages,
     hopper_prefill,
     triton_decode,
     triton_linear,
@@ -142,6 +144,7 @@ ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "w
 ALIGNED |= {"bias", "qkv", "cos", "sin", "q_weight", "k_weight", "q_out", "k_out", "stride_x"}
 ALIGNED |= {f"stride_{name}" for name in ("residual", "qkv_head", "cos", "sin", "slot")}
 ALIGNED |= {"parts", "logs"}
+PAGES = f"tensordesc<bf16[1, 1, 16, 64],{hopper_pages.PAGE_LAYOUT!r}>"
 CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
 
 
@@ -246,7 +249,6 @@ def hopper(group: int) -> dict[str, Any]:
         "ALTERNATE": tiling.alternate,
     }
     step = f"tensordesc<bf16[{tiling.keys}, {head_dim}],{hopper_prefill.STEP_LAYOUT!r}>"
-    pages = f"tensordesc<bf16[1, 1, 16, 64],{hopper_prefill.PAGE_LAYOUT!r}>"
     pointers = {"q": "bf16", "page_table": "i32", "query_starts": "i32", "lengths": "i32", "out": "bf16"}
     names = ("num_rows", "num_tiles", "num_kv_heads", "stride_table", "stride_h", "stride_qt", "stride_qh")
     scalars = {
@@ -254,10 +256,37 @@ def hopper(group: int) -> dict[str, Any]:
         **dict.fromkeys((*names, "stride_ot", "stride_oh"), "i32"),
         "k_step": step,
         "v_step": step,
-        "k_cache": pages,
-        "v_cache": pages,
+        "k_cache": PAGES,
+        "v_cache": PAGES,
     }
     return compiled(hopper_prefill._prefill_kernel, pointers, scalars, constants, num_warps=4)
+
+
+def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
+    tiling = hopper_decode.decode_tiling(head_dim)
+    queries = -(-group // hopper_decode.QUERIES) * hopper_decode.QUERIES
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "BLOCK_G": 16,
+        "BLOCK_Q": queries,
+        "BLOCK_N": tiling.keys,
+        "STAGES": tiling.stages,
+        "ARE_NEW": are_new,
+        "OVERLAP": True,
+    }
+    scalars = {
+        "q": f"tensordesc<bf16[1, {queries}, 64],{hopper_decode.QUERY_LAYOUT!r}>",
+        "k_cache": PAGES,
+        "v_cache": PAGES,
+        "scale_log2": "fp32",
+        **dict.fromkeys(("stride_tile", "stride_table", "stride_ot", "stride_oh"), "i32"),
+    }
+    names = ("page_table", "tiles", "cuts", "out", "parts", "logs")
+    pointers = dict(zip(names, ("i32", "i32", "i32", "bf16", "fp32", "fp32"), strict=True))
+    options = {"num_warps": 4, "maxnreg": tiling.registers}
+    return compiled(hopper_decode._decode_kernel, pointers, scalars, constants, **options)
 
 
 def norm(size: int) -> dict[str, Any]:
@@ -357,6 +386,10 @@ if __name__ == "__main__":
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
             "hopper 128": hopper(4),
+            "runs 64": runs(64, 7),
+            "runs 64 new": runs(64, 7, are_new=True),
+            "runs 128": runs(128, 4),
+            "runs 128, many queries": runs(128, 12),
             "norm 4096": norm(4096),
             "linear qkv 0.5B": linear(896, 1152, normed=True, bias=True),
             "linear gate_up 0.5B": linear(896, 4864, normed=True, gated=True),

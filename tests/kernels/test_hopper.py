@@ -58,6 +58,17 @@ def test_many_queries_multiply_with_warp_groups(compiled: dict[str, dict[str, An
         assert compiled[name]["HGMMA"] > 0, name
 
 
+def test_decoding_in_runs_shares_a_processor(compiled: dict[str, dict[str, Any]]) -> None:
+    """As many programs as the tiling says have room for their tiles and registers, keys wait for nobody, and
+    products take whole groups of warps."""
+    for name, programs in (("runs 64", 3), ("runs 128", 2), ("runs 128, many queries", 2)):
+        fact = compiled[name]
+        assert programs * (fact["shared"] + 1024) <= 228 * 1024, name
+        assert programs * 256 * fact["registers"] <= 65536, name
+        assert fact["HGMMA"] > 0, name
+        assert fact["HMMA"] == 0, name
+
+
 def test_prefill_copies_its_own_keys_in_tiles(compiled: dict[str, dict[str, Any]]) -> None:
     for name in PREFILLS:
         assert sum(loop["tile_copies"] > 0 for loop in compiled[name]["loops"]) == 1, name

@@ -43,6 +43,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_decode", module)
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
     monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS_HOPPER", 1)
+    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
     return module
 
 

@@ -167,7 +167,7 @@ class TritonBackend:
         spec, work, layout = self._specs[layer], self._work, self._work.layout
         rows = self._rows(layout, layer, slice(0, len(q_RHD)))
         whole = spec.window is None and layout.shared is None
-        if whole and triton_balanced.pays(q_RHD, rows):
+        if whole and triton_balanced.pays(q_RHD, rows, work.longest_decode):
             shape = triton_balanced.shape_of_runs(q_RHD, rows)
             are_new = shape not in work.runs
             if are_new:

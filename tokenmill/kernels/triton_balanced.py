@@ -31,6 +31,7 @@ STAGES = 3
 REGISTERS = 128
 # Pairs of row and key head; with fewer, starting to stream takes most of the time, unless starts are hidden.
 FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 8
+SHORT_ROW = 512  # keys; a program that begins early takes room from the products of a row that is alone
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 PIECES_AT_ONCE = 8
 LISTED_AT_ONCE = 256
@@ -38,11 +39,15 @@ ROWS_AT_ONCE = 1024
 GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
 
 
-def pays(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
-    """Whether so many rows are decoded faster by these kernels."""
+def pays(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> bool:
+    """Whether so many rows, of at most `longest` keys each, are decoded faster by these kernels."""
     num_rows, num_heads, _ = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    fewest = FEWEST_STREAMS_HOPPER if _is_for_hopper(q_RHD, rows) else FEWEST_STREAMS
+    fewest = FEWEST_STREAMS
+    if _is_for_hopper(q_RHD, rows):
+        if num_rows == 1 and longest <= SHORT_ROW:
+            return False
+        fewest = FEWEST_STREAMS_HOPPER
     return num_rows * num_kv_heads >= fewest and num_heads <= MOST_QUERIES * num_kv_heads
 
 
