@@ -45,6 +45,7 @@ class FakeProcess:
                     raise CoreLost("killed while it started")
         if self.family.failures:
             self.has_ended = True
+            self.was_killed = self.family.are_killed
             raise self.family.failures.pop(0)
         return FACTS
 
@@ -87,7 +88,8 @@ class Family:
 
     def __init__(self) -> None:
         self.made: list[FakeProcess] = []
-        self.failures: list[Exception] = []
+        self.failures: list[Exception] = []  # of the next starts
+        self.are_killed = False  # whether they fail by a kill
         self.hangs: set[str] = set()
         self.loading: threading.Event | None = None  # processes start only once it is set
         self.loads = threading.Event()
@@ -140,6 +142,24 @@ def test_the_next_process_is_as_large_and_gets_all_rows(core: LastingCore, famil
     assert [each.id for each in family.newest.submitted] == ["b"]
     assert family.newest.config.max_total_tokens == FACTS.max_total_num_tokens
     assert [output.request_id for output in family.outputs] == ["a"]
+
+
+def test_a_first_process_that_is_killed_while_it_starts_is_started_again(family: Family) -> None:
+    family.failures = [CoreLost("killed while it started")] * 2
+    family.are_killed = True
+    core = LastingCore(EngineConfig(), deliver=family.outputs.extend, died=family.note_death)
+    core.submit([request("a")])
+    assert [len(each.submitted) for each in family.made] == [0, 0, 1]
+    core.close()
+
+
+@pytest.mark.parametrize(("are_killed", "num_starts"), [(True, 3), (False, 1)])
+def test_a_first_process_that_never_starts_is_told(family: Family, are_killed: bool, num_starts: int) -> None:
+    family.failures = [CoreLost("ended while it started")] * num_starts
+    family.are_killed = are_killed
+    with pytest.raises(CoreLost, match="while it started"):
+        LastingCore(EngineConfig(), deliver=family.outputs.extend, died=family.note_death)
+    assert len(family.made) == num_starts
 
 
 def test_rows_and_calls_wait_while_a_process_starts(core: LastingCore, family: Family) -> None:

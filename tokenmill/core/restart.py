@@ -85,8 +85,7 @@ class LastingCore:
         self._fruitless_since = 0.0  # when the first of them was
         self._restarter: threading.Thread | None = None
         self._core: CoreProcess | None = None  # the one that takes requests; None while it is replaced
-        self._newest = self._open_process()
-        self.facts: EngineFacts = self._newest.start(config)
+        self.facts: EngineFacts = self._start_first(config)
         # What was measured stays: rows that were accepted must fit into the next one, too.
         self._config = replace(
             config,
@@ -195,6 +194,21 @@ class LastingCore:
             send(value)
 
     # ── from the processes ────────────────────────────────────────────────────────────────────
+
+    def _start_first(self, config: EngineConfig) -> EngineFacts:
+        """Start a process; one that is killed meanwhile is started again, but not for ever.
+
+        Raises what the loading raises, and `CoreLost`.
+        """
+        for number in range(1, _MOST_FAILED + 1):
+            self._newest = self._open_process()
+            try:
+                return self._newest.start(config)
+            except CoreLost as error:
+                if not self._newest.was_killed or number == _MOST_FAILED:
+                    raise
+                _log.warning("%s; another takes its place", error)
+        raise AssertionError("the last one returns or raises")
 
     def _open_process(self) -> CoreProcess:
         process = CoreProcess(deliver=self._deliver, died=lambda error: self._lost(process, error))
