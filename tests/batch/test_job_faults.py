@@ -262,6 +262,23 @@ def test_an_input_that_changes_meanwhile_stops_the_job(
     assert do(capitals(3), output)["rows"]["replayed"] == 3
 
 
+def test_lines_of_an_input_that_is_cut_meanwhile_come_with_a_warning(
+    do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Work.run
+
+    def run(work: Work) -> None:
+        write(tmp_path / "in.jsonl", capitals(2))
+        plain(work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "run", run)
+        with pytest.warns(UserWarning, match="in.jsonl' changed while the job ran, so that rows may be"):
+            assert do(capitals(3))["rows"]["done"] == 2
+    assert do(capitals(3))["rows"]["replayed"] == 2
+    assert len(read(tmp_path / "out.jsonl")) == 3
+
+
 @pytest.mark.parametrize("full", ["report", "plan"])
 def test_a_job_is_done_though_its_report_or_plan_has_no_room(
     tmp_path: Path, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, full: str

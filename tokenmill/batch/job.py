@@ -226,6 +226,7 @@ class BatchJob:
     ) -> None:
         """Fill the outputs: rows as they finish, and at the end in their order."""
         output, errors = outputs
+        source_before = self._source.fingerprint()
         with Commits(journal, [each for each in outputs if each is not None]) as commits:
             work = Work(
                 self._source,
@@ -249,6 +250,17 @@ class BatchJob:
             form.write(output)
         else:
             output.finish()
+            self._tell_of_change(source_before)
+
+    def _tell_of_change(self, source_before: str) -> None:
+        """Warn of rows that were read from a file that somebody wrote meanwhile."""
+        with contextlib.suppress(FileNotFoundError):  # what was only removed was read to its end
+            if self._source.fingerprint() != source_before:
+                warnings.warn(
+                    f"the input {str(self.files.input)!r} changed while the job ran, so that rows may be "
+                    "missing or torn; start the same job again: the journal has what was finished",
+                    stacklevel=2,
+                )
 
     def _row_maker(self, engine: Engine) -> RowMaker:
         if self._columns is not None:
