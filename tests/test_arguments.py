@@ -506,6 +506,36 @@ def test_server_args_as_scripts_for_sglang_make_them() -> None:
         sgl.ServerArgs(tp_size=2)
 
 
+def test_server_args_are_changed_by_any_name_before_an_engine_is_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: Any = sgl.ServerArgs(model_path="tiny", context_length=64, stream_interval=2)
+    made.model, made.dtype, made.device = "m", "half", "cuda:1"
+    made.disable_overlap_schedule = True
+    made.stream_output = False
+    made.context_length = None
+    made.tp_size, made.cuda_graph_max_bs = 1, 4
+    expected = EngineConfig(
+        model_path="m",
+        dtype="float16",
+        device="cuda",
+        base_gpu_id=1,
+        steps_in_flight=1,
+        cumulative_stream=True,
+        stream_interval=2,
+        random_seed=made.random_seed,
+    )
+    assert resolve(**dataclasses.asdict(made)) == resolve(server_args=made) == expected
+    assert [line.split()[0] for line in warnings_of(caplog)] == ["cuda_graph_max_bs"]
+    with pytest.raises(InvalidArgument, match="tp_size"):
+        made.tp_size = 2
+    with pytest.raises(WrongType, match="stream_interval"):
+        made.stream_interval = "often"
+    with pytest.raises(UnknownArgument, match="'context_length'"):
+        made.contxt_length = 64
+    assert resolve(server_args=made) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "given", "otherwise"),
     [

@@ -431,7 +431,16 @@ def test_facts(llm: sgl.Engine, byte_folder: Path) -> None:
     model = llm.get_model_info()
     assert model["served_model_name"] == str(byte_folder)
     assert model["is_generation"]
-    assert llm.server_args is llm.config
+    assert llm.server_args.page_size == llm.config.page_size
+
+
+def test_arguments_of_a_running_engine_do_not_change(cores: list[Any], byte_folder: Path) -> None:
+    with sgl.Engine(str(byte_folder), page_size=32) as llm:
+        theirs: Any = llm.server_args
+        theirs.page_size = 64
+        assert (theirs.page_size, llm.server_args.page_size, llm.config.page_size) == (64, 32, 32)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            llm.config.page_size = 64  # type: ignore[misc]
 
 
 def test_arguments_are_read_by_names_of_sglang(cores: list[Any], byte_folder: Path) -> None:

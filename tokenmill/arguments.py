@@ -122,11 +122,11 @@ def _values_like(name: str) -> tuple[object, ...]:
 
 
 class ServerArgs(EngineConfig):
-    """The arguments of one engine, given and read by any of SGLang's names.
+    """The arguments for an engine, given, read and changed by any of SGLang's names.
 
     Where no seed is given one is drawn, so that whoever reads it can repeat a run. Both
     `Engine(**dataclasses.asdict(server_args))` and `Engine(server_args=server_args)` open an engine with
-    them. Raises as `resolve_arguments`.
+    them; an engine keeps its own copy. Raises as `resolve_arguments`.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -134,6 +134,19 @@ class ServerArgs(EngineConfig):
         if values["random_seed"] is None:
             values["random_seed"] = random.SystemRandom().getrandbits(_SEED_BITS)
         super().__init__(**values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change one argument, checked as the constructor does; None means its default there, too."""
+        values = _translate({name: value})
+        spelled = SPELLINGS.get(name, name)
+        if spelled in _FIELDS:
+            values = {spelled: getattr(EngineConfig(), spelled), **values}
+        for target, checked in values.items():
+            object.__setattr__(self, target, checked)
+
+    def fixed(self) -> EngineConfig:
+        """The same for an engine, which nothing can change."""
+        return EngineConfig(**vars(self))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:

@@ -54,7 +54,7 @@ class Engine:
         if model_path is not None:
             arguments["model_path"] = model_path
         began = time.perf_counter()
-        self.config = ServerArgs(**arguments)
+        self.config = ServerArgs(**arguments).fixed()
         logs.set_level(self.config.log_level)
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
         template = ChatTemplate(self._tokenizer, self.config.chat_template)
@@ -307,8 +307,8 @@ class Engine:
 
     @property
     def server_args(self) -> ServerArgs:
-        """The arguments of this engine, by SGLang's names, too; the same as `config`."""
-        return self.config
+        """A copy of `config` that can be read by SGLang's names, too, and changed for another engine."""
+        return ServerArgs(**vars(self.config))
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -337,7 +337,7 @@ class Engine:
         none, and `status` is "closed".
         """
         version = sys.modules["tokenmill"].__version__  # an import would close a circle
-        return self._control.server_info(self.config, version, self._startup_seconds)
+        return self._control.server_info(self.server_args, version, self._startup_seconds)
 
     def get_all_child_pids(self) -> list[int]:
         """The process of the core, if it has one of its own (`core_process`)."""
