@@ -218,6 +218,24 @@ def test_some_tensors_by_their_names_in_a_checkpoint(
     assert tokens(llm) == fresh(folders[1])
 
 
+def test_tensors_by_the_names_of_stacked_parameters(llm: sgl.Engine, folders: tuple[Path, Path]) -> None:
+    new = load_file(folders[1] / "model.safetensors")
+    stacks = {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    }
+    for layer in range(3):
+        for stack, parts in stacks.items():
+            module, _, stacked = f"model.layers.{layer}.{stack}".rpartition(".")
+            for kind in ("weight", "bias"):
+                names = [f"{module}.{part}.{kind}" for part in parts]
+                if names[0] in new:
+                    new[f"{module}.{stacked}.{kind}"] = torch.cat([new.pop(name) for name in names])
+    assert not [name for name in new if "q_proj" in name or "up_proj" in name.replace("gate_up_proj", "")]
+    assert llm.update_weights_from_tensor(new, load_format="direct") == (True, "the weights were updated")
+    assert tokens(llm) == fresh(folders[1])
+
+
 def test_tensors_for_a_tied_model(make_model: Make, tmp_path: Path) -> None:
     old = make_model("qwen2", tie_word_embeddings=True)
     new = varied(old, tmp_path / "new")
@@ -259,7 +277,15 @@ class Sharded:
     [
         ([("model.norm.weight", torch.zeros(63))], r"has shape \[63\], but"),
         ([("model.norm.weight", torch.zeros(64)), ("no.such.weight", torch.zeros(1))], "no.such.weight"),
-        ([("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(128, 64))], "qkv_proj"),
+        (
+            [("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(127, 64))],
+            r"has shape \[127, 64\], but needs 128 rows",
+        ),
+        (
+            [(STACKED.replace("k_proj", "qkv_proj"), torch.zeros(128, 64)), (STACKED, torch.zeros(32, 64))],
+            "and it again as a part of another tensor",
+        ),
+        ([("model.layers.1.mlp.qkv_proj.weight", torch.zeros(128, 64))], "mlp.qkv_proj"),
         ([("model.norm.weight", torch.zeros(64, dtype=torch.int8))], "int8"),
         ([("model.norm.weight", "zeros")], "not a tensor"),
         (

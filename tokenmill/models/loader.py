@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tokenmill.errors import InvalidArgument
 from tokenmill.layers.linear import can_pack, pack_children, pack_linears, parents, unpack_children
 from tokenmill.layers.norm import RMSNorm
-from tokenmill.models.checkpoint import Checkpoint, TensorSource, open_checkpoint
+from tokenmill.models.checkpoint import Checkpoint, GivenTensors, TensorSource, open_checkpoint
 from tokenmill.models.model import Model
 from tokenmill.models.registry import model_class
 from tokenmill.models.spec import ModelSpec
@@ -34,6 +34,8 @@ _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Frequencies that old checkpoints stored; they follow from the configuration.
 _DERIVED = re.compile(r"\brotary_emb\.inv_freq$")
+# What SGLang stacks into one parameter, as rows below each other in this order.
+_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _DUMMY_SEED = 0
 _DUMMY_DEVIATION = 0.02
@@ -222,16 +224,46 @@ def open_slots(
 def update_weights(model: Model, spec: ModelSpec, source: TensorSource, *, partial: bool) -> None:
     """Replace weights in place; the addresses stay, so graphs that were captured go on working.
 
-    `partial`: the source need not have all of them. Raises `InvalidArgument`, with nothing changed, where
-    a tensor is missing, unknown, or does not fit.
+    `partial`: the source need not have all of them, and may have some under the names of SGLang's stacked
+    parameters (`qkv_proj`, `gate_up_proj`). Raises `InvalidArgument`, with nothing changed, where a tensor
+    is missing, unknown, or does not fit.
     """
     with open_slots(model, source.names if partial else None) as (slots, is_packed):
+        source = _unstacked(source, slots) if partial else source
         spec = dataclasses.replace(spec, tied_embeddings=_HEAD not in slots)
         _check_tie(slots, source)
         wanted = {name: slot for name, slot in slots.items() if not partial or name in source.names}
         slots.clear()
         filled = _Packing(cast(nn.Module, model), wanted).filled if is_packed else None
         _fill(wanted, source, spec, progress=False, filled=filled)
+
+
+def _unstacked(source: TensorSource, slots: Mapping[str, torch.Tensor]) -> TensorSource:
+    """The same tensors by the names of checkpoints."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(source.names):
+        parts = _parts(name, source, slots)
+        if tensors.keys() & parts.keys():
+            raise InvalidArgument(f"{source.title} has {name}, and it again as a part of another tensor")
+        tensors |= parts
+    return GivenTensors(tensors)
+
+
+def _parts(name: str, source: TensorSource, slots: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One tensor; or what it is made of, where it has the name of a stacked parameter."""
+    tensor = source.read(name)
+    module, _, kind = name.rpartition(".")
+    parent, _, projection = module.rpartition(".")
+    names = [f"{parent}.{part}.{kind}" for part in _STACKED.get(projection, ())]
+    if not names or not slots.keys() >= set(names):
+        return {name: tensor}
+    rows = [len(slots[part]) for part in names]
+    if tensor.shape[:1] != (sum(rows),):
+        raise InvalidArgument(
+            f"{name} in {source.title} has shape {list(tensor.shape)}, but needs {sum(rows)} rows: those of "
+            f"{', '.join(names)}"
+        )
+    return dict(zip(names, tensor.split(rows), strict=True))
 
 
 def _parents(network: nn.Module, names: Iterable[str]) -> list[nn.Module]:
