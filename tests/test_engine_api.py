@@ -23,7 +23,7 @@ import pytest
 import tokenmill as sgl
 import tokenmill.test.doc_patch
 from tokenmill.frontend.outputs import ResultList
-from tokenmill.utils import async_stream_and_merge, stream_and_merge, trim_overlap
+from tokenmill.utils import async_stream_and_merge, print_highlight, stream_and_merge, trim_overlap
 
 pytestmark = pytest.mark.cpu
 
@@ -536,6 +536,11 @@ def test_leaving_a_merge_early_cancels(llm: sgl.Engine, cores: list[Any]) -> Non
 )
 def test_trim_overlap(existing: str, new: str, expected: str) -> None:
     assert trim_overlap(existing, new) == expected
+
+
+def test_notebooks_print_with_a_name_of_sglang(capsys: pytest.CaptureFixture[str]) -> None:
+    print_highlight("Prompt: Hello\nGenerated text: there")
+    assert capsys.readouterr().out == "Prompt: Hello\nGenerated text: there\n"
 
 
 def test_doc_patch_changes_nothing() -> None:

@@ -22,8 +22,13 @@ import tokenmill as sgl
 from tokenmill.logit_processors import (
     AllowedTokens,
     CustomLogitProcessor,
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DeepSeekR1ThinkingBudgetLogitProcessor,
+    DisallowedTokensLogitsProcessor,
     ForbiddenTokens,
+    Glm4MoeThinkingBudgetLogitProcessor,
     NoRepeatNgram,
+    Qwen3ThinkingBudgetLogitProcessor,
     ThinkingBudget,
     register_logit_processor,
     resolve_processor,
@@ -109,6 +114,38 @@ def test_thinking_markers_as_attributes_of_a_class() -> None:
 
     rows = [row([8], [1], thinking_budget=1), row([8], [1], thinking_budget=5)]
     assert left_of(Mine(), rows) == [{9}, set(range(VOCAB))]
+
+
+@pytest.mark.parametrize(
+    ("processor", "start", "end", "newline"),
+    [
+        (Qwen3ThinkingBudgetLogitProcessor, 151667, 151668, 198),
+        (DeepSeekR1ThinkingBudgetLogitProcessor, 128798, 128799, 201),
+        (Glm4MoeThinkingBudgetLogitProcessor, 151350, 151351, 198),
+    ],
+)
+def test_thinking_budgets_by_sglangs_names(processor: Any, start: int, end: int, newline: int) -> None:
+    rows = [
+        row([1, start], [5, 6], thinking_budget=2),
+        row([1, start], [5, 6, newline], thinking_budget=2),
+        row([1, start], [5, 6, newline, end, 7], thinking_budget=2),
+    ]
+    logits = processor()(torch.zeros(3, 152_000), rows)
+    assert (logits > float("-inf")).sum(1).tolist() == [1, 1, 152_000]
+    assert logits[:2].argmax(1).tolist() == [newline, end]
+
+
+def test_other_processors_by_sglangs_names(llm: sgl.Engine) -> None:
+    prompt, limits = "The capital of France is", {"temperature": 0, "max_new_tokens": 3}
+    usual = llm.generate(prompt, limits)["output_ids"]
+    output = llm.generate(
+        prompt,
+        {**limits, "custom_params": {"token_ids": usual[:1]}},
+        custom_logit_processor=DisallowedTokensLogitsProcessor.to_str(),
+    )
+    assert usual[0] not in output["output_ids"]
+    repeating = row([1, 2, 3, 1, 2], ngram_size=3, window_size=9)
+    assert left_of(DeepseekOCRNoRepeatNGramLogitProcessor(), [repeating]) == [set(range(VOCAB)) - {3}]
 
 
 @pytest.mark.parametrize(

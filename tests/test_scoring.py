@@ -143,6 +143,12 @@ def test_defaults_of_the_engine_change_no_score(folder: Path) -> None:
     np.testing.assert_allclose(result.scores, expected(folder, [[*QUERY, 7]], LABELS), atol=1e-4)
 
 
+def test_a_result_reads_as_the_list_of_its_scores(llm: sgl.Engine) -> None:
+    result = llm.score(QUERY, ITEMS, LABELS, apply_softmax=True)
+    assert [list(scores) for scores in result] == result.scores
+    assert (len(result), result[0], result[-1]) == (len(ITEMS), result.scores[0], result.scores[-1])
+
+
 def test_an_engine_without_temperatures_scores_without_one(folder: Path) -> None:
     with sgl.Engine(model_path=str(folder), device="cpu", logprobs_ignore_temperature=True) as engine:
         wanted = expected(folder, [[*QUERY, 7]], LABELS)

@@ -145,6 +145,36 @@ class ThinkingBudget(CustomLogitProcessor):
         return _token_id(name, value, vocab_size)
 
 
+class Qwen3ThinkingBudgetLogitProcessor(ThinkingBudget):
+    """For Qwen3."""
+
+    THINKING_START_TOKEN_ID = 151667
+    THINKING_END_TOKEN_ID = 151668
+    NEW_LINE_TOKEN_ID = 198
+
+
+class DeepSeekR1ThinkingBudgetLogitProcessor(ThinkingBudget):
+    """For DeepSeek-R1."""
+
+    THINKING_START_TOKEN_ID = 128798
+    THINKING_END_TOKEN_ID = 128799
+    NEW_LINE_TOKEN_ID = 201
+
+
+class Glm4MoeThinkingBudgetLogitProcessor(ThinkingBudget):
+    """For GLM-4.5 and GLM-4.6."""
+
+    THINKING_START_TOKEN_ID = 151350
+    THINKING_END_TOKEN_ID = 151351
+    NEW_LINE_TOKEN_ID = 198
+
+
+# What SGLang calls the ready-made ones.
+DisallowedTokensLogitsProcessor = ForbiddenTokens
+DeepseekOCRNoRepeatNGramLogitProcessor = NoRepeatNgram
+ThinkingBudgetLogitProcessor = ThinkingBudget
+
+
 def _tokens(params: RowParams) -> list[int]:
     """Prompt and output of the row."""
     request = params[REQUEST_KEY]

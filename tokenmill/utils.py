@@ -1,4 +1,4 @@
-"""The names that users of `sglang.utils` import; thin shells around an engine's streams."""
+"""The names that users of `sglang.utils` import: thin shells around an engine's streams, and `print`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def trim_overlap(existing_text: str, new_chunk: str) -> str:
         if existing_text.endswith(new_chunk[:length]):
             return new_chunk[length:]
     return new_chunk
+
+
+def print_highlight(html_content: Any) -> None:
+    """Print a text, as notebooks of SGLang do with their results."""
+    print(html_content)
 
 
 class _Merger:

@@ -6,7 +6,7 @@ log-probabilities of the label tokens; all items go as one batch, so that what t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -43,13 +43,22 @@ _NAMES = ("query", "items", "label_token_ids", "apply_softmax", "item_first", *S
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """Answer of `score`."""
+    """Answer of `score`; also read as the list of its scores, which it is in older releases of SGLang."""
 
     scores: list[list[float]]  # of each item, in the order given, for each label, in the order given
     prompt_tokens: int  # of all items together, each with the query
     # Of SGLang's, where arguments ask for them that are not supported here.
     pooled_hidden_states: None = None
     token_logprobs: None = None
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __iter__(self) -> Iterator[list[float]]:
+        return iter(self.scores)
+
+    def __getitem__(self, item: int) -> list[float]:
+        return self.scores[item]
 
 
 @dataclass(frozen=True, slots=True)
