@@ -177,6 +177,7 @@ def test_server_info(llm: sgl.Engine) -> None:
     assert info["status"] == "ready"
     assert info["max_total_tokens"] == info["max_total_num_tokens"] == 4096
     assert 0 < info["max_req_input_len"] < 4096
+    assert info["chunked_prefill_size"] == info["max_step_tokens"] > 0
     assert info["startup_time"] > info["load_seconds"] * 0.5 > 0
     assert info["version"] == sgl.__version__
     (state,) = info["internal_states"]
@@ -319,7 +320,7 @@ def test_a_pause_and_what_goes_on_after_it(llm: sgl.Engine) -> None:
 def test_what_users_reach_as_tokenizer_manager(llm: sgl.Engine) -> None:
     manager = llm.tokenizer_manager
     assert manager.tokenizer is llm.get_tokenizer()
-    assert manager.server_args is llm.server_args
+    assert manager.server_args == llm.server_args
     assert manager.model_config.vocab_size == llm.get_server_info()["vocab_size"]
     assert manager.context_len == manager.model_config.context_len == llm.get_server_info()["context_length"]
     results: list[Any] = []

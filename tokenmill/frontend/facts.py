@@ -38,6 +38,7 @@ def server_info(
         "tokenizer_path": config.tokenizer_path or config.model_path,
         "served_model_name": config.served_model_name or config.model_path,
         "max_total_tokens": facts.max_total_num_tokens,
+        "chunked_prefill_size": config.chunked_prefill_size or facts.max_step_tokens,
         "max_req_input_len": facts.max_sequence_tokens - 1,
         "internal_states": [] if state is None else [{**arguments, **_internal_state(told, state)}],
         **rest,
