@@ -203,6 +203,31 @@ def test_a_class_as_text() -> None:
     assert read(torch.zeros(1, 2), [{}]).tolist() == [[1, 1]]
 
 
+def test_texts_that_sglang_wrote_are_read_without_it(tmp_path: Path) -> None:
+    folder = tmp_path / "sglang" / "srt" / "sampling"
+    folder.mkdir(parents=True)
+    (folder / "custom_logit_processor.py").write_text(
+        "class CustomLogitProcessor: pass\n"
+        "class DisallowedTokensLogitsProcessor(CustomLogitProcessor): pass\n"
+        "class Newer(CustomLogitProcessor): pass\n"
+    )
+    program = (
+        "import dill, json\n"
+        "from sglang.srt.sampling.custom_logit_processor import *\n"
+        "class Mine(CustomLogitProcessor):\n"
+        "    def __call__(self, logits, custom_param_list=None):\n"
+        "        return logits + 1\n"
+        "classes = [DisallowedTokensLogitsProcessor, Mine, Newer]\n"
+        "print(json.dumps([json.dumps({'callable': dill.dumps(each).hex()}) for each in classes]))\n"
+    )
+    written = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, check=True)
+    disallowed, mine, newer = json.loads(written.stdout)
+    assert left_of(resolve_processor("p", disallowed), [row(token_ids=[3])]) == [set(range(VOCAB)) - {3}]
+    assert resolve_processor("p", mine)(torch.zeros(1, 2), [{}]).tolist() == [[1, 1]]
+    with pytest.raises(sgl.InvalidArgument, match="No module named 'sglang'"):
+        resolve_processor("p", newer)
+
+
 class NeedsAnArgument:
     def __init__(self, argument: int) -> None:
         self.argument = argument

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import itertools
 import json
 import pickle
@@ -25,6 +26,7 @@ RowParams = Mapping[str, Any]
 ProcessorCall = Callable[[Any, Sequence[RowParams]], Any]
 REQUEST_KEY = "__req__"
 _MINUS_INFINITY = float("-inf")
+_SGLANG_MODULE = "sglang.srt.sampling.custom_logit_processor"
 # Processors that are remembered, so that requests which give the same one share a call.
 _MOST_REMEMBERED = 256
 
@@ -376,9 +378,21 @@ def _class_in(name: str, text: str) -> Any:
         ) from None
     dill = _dill(name)
     try:
-        return dill.loads(payload)
+        return _read_by_dill(dill, payload)
     except Exception as error:
         raise InvalidArgument(f"{name}: the class in the text cannot be loaded: {error!r}") from error
+
+
+def _read_by_dill(dill: Any, payload: bytes) -> Any:
+    """What is pickled; classes of SGLang's module of processors are ours of the same names."""
+
+    class Reader(dill.Unpickler):  # type: ignore[misc]
+        def find_class(self, module: str, name: str) -> Any:
+            if module == _SGLANG_MODULE and name in globals():
+                return globals()[name]
+            return super().find_class(module, name)
+
+    return Reader(io.BytesIO(payload)).load()
 
 
 def _dill(user: str) -> Any:
