@@ -138,15 +138,18 @@ def transformers_greedy() -> Callable[..., list[int]]:
 
     @cache
     def complete(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+        from transformers import DynamicCache
+
         model = load(folder)
+        kept = DynamicCache(config=model.config)
+        tokens: list[int] = []
+        feed = list(prompt)
         with torch.inference_mode():
-            output = model(torch.tensor([prompt]), use_cache=True)
-            tokens = [int(output.logits[0, -1].argmax())]
             while len(tokens) < count:
-                output = model(
-                    torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True
-                )
-                tokens.append(int(output.logits[0, -1].argmax()))
+                # By its place: the name of this argument differs among releases of transformers.
+                logits = model(torch.tensor([feed]), None, None, kept, use_cache=True).logits
+                feed = [int(logits[0, -1].argmax())]
+                tokens += feed
         return tuple(tokens)
 
     def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:

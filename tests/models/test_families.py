@@ -110,12 +110,15 @@ def reference_logits(model: Any, prompt: list[int]) -> torch.Tensor:
 
 def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of transformers with its own cache."""
+    from transformers import DynamicCache
+
     tokens: list[int] = []
-    past, feed = None, prompt
+    kept, feed = DynamicCache(config=model.config), prompt
     with torch.inference_mode():
         while len(tokens) < count:
-            output = model(torch.tensor([feed]), past_key_values=past, use_cache=True)
-            past, feed = output.past_key_values, [int(output.logits[0, -1].argmax())]
+            # By its place: the name of this argument differs among releases of transformers.
+            logits = model(torch.tensor([feed]), None, None, kept, use_cache=True).logits
+            feed = [int(logits[0, -1].argmax())]
             tokens += feed
     return tokens
 
