@@ -126,6 +126,24 @@ def test_tensors() -> None:
             read(input_ids=wrong)
 
 
+def test_what_tokenizers_of_transformers_give() -> None:
+    BatchEncoding = pytest.importorskip("transformers").BatchEncoding
+    pytest.importorskip("torch")
+    single, batch = {"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [[1, 2], [3]]}
+    assert ids_of(read(input_ids=BatchEncoding(single))) == [[1, 2]]
+    assert read(input_ids=BatchEncoding(single)).single
+    assert ids_of(read(input_ids=BatchEncoding(batch))) == [[1, 2], [3]]
+    assert ids_of(read(input_ids=[BatchEncoding(single), {"input_ids": [3]}])) == [[1, 2], [3]]
+    tensors = BatchEncoding({"input_ids": [[4, 5]], "attention_mask": [[1, 1]]}, tensor_type="pt")
+    assert ids_of(read(input_ids=tensors)) == [[4, 5]]
+    padded = {"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]}
+    for wrong in (BatchEncoding(padded), BatchEncoding(padded, tensor_type="pt")):
+        with pytest.raises(InvalidArgument, match="has padding"):
+            read(input_ids=wrong)
+    with pytest.raises(InvalidArgument, match="has padding"):
+        read(input_ids=[single, {"input_ids": [3, 0], "attention_mask": [1, 0]}])
+
+
 def test_given_ids_are_copied() -> None:
     given_ids = np.array([1, 2], dtype=np.int32)
     job = read(input_ids=given_ids)
@@ -181,7 +199,8 @@ def test_samples_of_a_prompt_stand_together_and_make_a_list() -> None:
         ({"input_ids": 5}, WrongType, ["input_ids must be a list"]),
         ({"input_ids": "12"}, WrongType, ["input_ids must be a list"]),
         ({"input_ids": b"ab"}, WrongType, ["input_ids must be a list"]),
-        ({"input_ids": {"input_ids": [1]}}, WrongType, ["input_ids must be a list"]),
+        ({"input_ids": {"token_ids": [1]}}, WrongType, ["input_ids must be a list"]),
+        ({"input_ids": {"input_ids": "1"}}, WrongType, ["input_ids must be a list"]),
         ({"input_ids": [[1], 2]}, WrongType, ["input_ids[1] must be a list"]),
         ({"input_ids": [[1], None]}, WrongType, ["input_ids[1] must be a list"]),
         ({"input_ids": [[1], "ab"]}, WrongType, ["input_ids[1] must be a list"]),

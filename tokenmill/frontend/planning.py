@@ -111,6 +111,8 @@ class Planner:
         chosen = sample_of(len(prompts)) if not prompts.single else None
         if chosen is not None:
             count = len(prompts)
+            if input_ids is not None:
+                input_ids = prompts.id_rows
             prompt, input_ids = (_picked(each, chosen, count) for each in (prompt, input_ids))
             sampling_params = _picked(sampling_params, chosen, count)
             options = {name: _picked(value, chosen, count) for name, value in options.items()}

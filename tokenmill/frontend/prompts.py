@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +101,21 @@ def _holds_rows(items: Sequence[Any]) -> bool:
     return _is_row(items[0]) if len(set(map(type, items))) == 1 else any(map(_is_row, items))
 
 
+def _out_of_encoding(value: Any) -> Any:
+    """The ids in what a tokenizer or chat template of transformers gives; anything else as it is."""
+    if not isinstance(value, Mapping) or "input_ids" not in value:
+        return value
+    mask = value.get("attention_mask")
+    if mask is not None and not all(np.all(row) for row in unpacked("attention_mask", mask)):
+        raise InvalidArgument(
+            "input_ids has padding (zeros in its attention_mask), which would count as text; tokenize without"
+        )
+    return value["input_ids"]
+
+
 def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
     """The rows of `input_ids`, and whether it is one flat row."""
+    value = _out_of_encoding(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         check_count("input_ids", value.size)
         if value.ndim not in (1, 2):
@@ -117,6 +130,8 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
             raise WrongType(
                 f"input_ids must be a list of token ids or a list of such lists, got {show(value)}"
             )
+        if items and isinstance(items[0], Mapping):
+            items = [_out_of_encoding(item) for item in items]
         is_flat = not _holds_rows(items)
         rows = [items] if is_flat else items
     if not len(rows):
