@@ -76,35 +76,30 @@ def paged_rows(batch: int, context: int, kv_heads: int, head_dim: int) -> PagedR
     return PagedRows(keys, values, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"))
 
 
-def decode_call(
-    q: torch.Tensor, rows: PagedRows, context: int, out: torch.Tensor, *, in_runs: bool
-) -> Callable[[], object]:
-    """Decode attention as a layer launches it, by the kernels for runs or those for splits."""
-    scale = q.shape[2] ** -0.5
-    if not in_runs:
-        return partial(triton_decode.decode, q, rows, scale=scale, window=None, longest=context, out_RHD=out)
-    tile_keys, num_runs = triton_balanced.shape_of_runs(q, rows)
-    runs = triton_balanced.plan_runs(rows.lengths_R, tile_keys=tile_keys, num_runs=num_runs, longest=context)
-    return partial(triton_balanced.decode, q, rows, runs, scale=scale, out_RHD=out, are_new=False)
-
-
-def decode_seconds(
-    batch: int, context: int, heads: tuple[int, int, int], *, in_runs: bool | None = None
-) -> float:
-    """Time of decode attention, over as many separate caches as exceed the L2 cache.
-
-    `in_runs`: by which kernels; None: by those that the engine chooses.
-    """
+def decode_calls(
+    batch: int, context: int, heads: tuple[int, int, int], *, in_splits: bool
+) -> list[Callable[[], object]]:
+    """Decode attention as layers launch it, over as many separate caches as exceed the L2 cache."""
     num_heads, kv_heads, head_dim = heads
     cache_bytes = batch * context * kv_heads * head_dim * 4
     num_caches = max(2, min(800, int(COLD_BYTES / cache_bytes) + 1))
     caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty_like(q)
-    if in_runs is None:
-        in_runs = triton_balanced.pays(q, caches[0], context)
-    calls = [decode_call(q, rows, context, out, in_runs=in_runs) for rows in caches]
-    return seconds_each(calls * (4 if num_caches < 8 else 1))
+    out, scale = torch.empty_like(q), head_dim**-0.5
+    shape = None if in_splits else triton_balanced.choose_shape(q, caches[0], context)
+    if shape is None:
+        attend = partial(triton_decode.decode, q, scale=scale, window=None, longest=context, out_RHD=out)
+    else:
+        runs = triton_balanced.plan_runs(caches[0].lengths_R, shape, longest=context)
+        attend = partial(triton_balanced.decode, q, runs=runs, scale=scale, out_RHD=out, are_new=False)
+    return [partial(attend, rows=rows) for rows in caches] * (4 if num_caches < 8 else 1)
+
+
+def decode_seconds(
+    batch: int, context: int, heads: tuple[int, int, int], *, in_splits: bool = False
+) -> float:
+    """Time of decode attention by the kernels that the engine chooses, or by those for splits."""
+    return seconds_each(decode_calls(batch, context, heads, in_splits=in_splits))
 
 
 def report_decode() -> None:
@@ -232,7 +227,7 @@ def tune_decode() -> None:
                 setting = (
                     f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}, heads as {fold}"
                 )
-                found.append((decode_seconds(batch, context, heads, in_runs=False), setting))
+                found.append((decode_seconds(batch, context, heads, in_splits=True), setting))
         floor = batch * context * heads[1] * heads[2] * 4 / PEAK_BYTES_PER_SECOND * 1e6
         title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"
         print(f"\n{title}: floor {floor:.1f} us", flush=True)

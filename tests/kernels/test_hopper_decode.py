@@ -119,3 +119,24 @@ def test_a_row_s_newest_key_waits_for_the_kernel_that_stores_it(
         backend.run(step.q, step.k, step.v, layer)
         (feeding,) = {thread for thread, event in events if event != "wait"}
         assert [event for thread, event in events if thread == feeding] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kv_heads", "longest", "in_runs"),
+    [(1, 8, 512, False), (1, 8, 513, True), (2, 8, 100, True), (3, 2, 4000, False), (4, 2, 100, True)],
+)
+def test_which_rows_go_by_runs(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, kv_heads: int, longest: int, in_runs: bool
+) -> None:
+    """Few rows do, but for a short one alone; heads of one row count as well."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    from tokenmill.kernels import triton_balanced
+    from tokenmill.kernels.triton_attention import PagedRows
+
+    monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
+    cache = torch.zeros(1, 16, kv_heads, 64)
+    rows = PagedRows(
+        cache, cache, torch.zeros(num_rows, 1, dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
+    )
+    shape = triton_balanced.choose_shape(torch.zeros(num_rows, 2 * kv_heads, 64), rows, longest)
+    assert (shape is not None) == in_runs

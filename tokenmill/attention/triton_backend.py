@@ -14,7 +14,7 @@ import torch
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.kernels import triton_attention, triton_balanced, triton_decode, triton_prefill
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
-from tokenmill.kernels.runs import Runs
+from tokenmill.kernels.runs import Runs, RunShape
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kernels.triton_rotary import rotate_and_store
 
@@ -34,8 +34,7 @@ class _Work:
     longest_query: int
     longest_row: int  # of those with more than one query
     prefill_starts: torch.Tensor  # int32 [prefill rows + 1], their first tokens in the step
-    # Of the decoding rows, by the keys of a tile and their number; made when the first layer needs them.
-    runs: dict[tuple[int, int], Runs]
+    runs: dict[RunShape, Runs]  # of the decoding rows; made when the first layer needs them
 
 
 class TritonBackend:
@@ -166,18 +165,11 @@ class TritonBackend:
         assert self._work is not None, "plan() comes first"
         spec, work, layout = self._specs[layer], self._work, self._work.layout
         rows = self._rows(layout, layer, slice(0, len(q_RHD)))
-        whole = spec.window is None and layout.shared is None
-        if whole and triton_balanced.pays(q_RHD, rows, work.longest_decode):
-            shape = triton_balanced.shape_of_runs(q_RHD, rows)
-            are_new = shape not in work.runs
-            if are_new:
-                work.runs[shape] = triton_balanced.plan_runs(
-                    rows.lengths_R, tile_keys=shape[0], num_runs=shape[1], longest=work.longest_decode
-                )
-            triton_balanced.decode(
-                q_RHD, rows, work.runs[shape], scale=spec.scale, out_RHD=out_RHD, are_new=are_new
-            )
-            return
+        if spec.window is None and layout.shared is None:
+            shape = triton_balanced.choose_shape(q_RHD, rows, work.longest_decode)
+            if shape is not None:
+                self._decode_in_runs(q_RHD, rows, shape, scale=spec.scale, out_RHD=out_RHD)
+                return
         triton_decode.decode(
             q_RHD,
             rows,
@@ -187,6 +179,23 @@ class TritonBackend:
             out_RHD=out_RHD,
             shared=layout.shared,
         )
+
+    def _decode_in_runs(
+        self,
+        q_RHD: torch.Tensor,
+        rows: triton_attention.PagedRows,
+        shape: RunShape,
+        *,
+        scale: float,
+        out_RHD: torch.Tensor,
+    ) -> None:
+        """The same, by runs that all layers of this shape share."""
+        assert self._work is not None, "plan() comes first"
+        planned, longest = self._work.runs, self._work.longest_decode
+        are_new = shape not in planned
+        if are_new:
+            planned[shape] = triton_balanced.plan_runs(rows.lengths_R, shape, longest=longest)
+        triton_balanced.decode(q_RHD, rows, planned[shape], scale=scale, out_RHD=out_RHD, are_new=are_new)
 
     def _rows(self, layout: StepLayout, layer: int, rows: slice) -> triton_attention.PagedRows:
         return triton_attention.PagedRows(

@@ -83,7 +83,7 @@ def attend(
     group = num_heads // num_kv_heads
     tiling = decode_tiling(head_dim)
     queries = -(-group // QUERIES) * QUERIES
-    _decode_kernel[(num_kv_heads, runs.cuts_3P.shape[1] - 1)](
+    _decode_kernel[(num_kv_heads, runs.shape.num_runs)](
         _query_tiles(q_RHD, queries),
         page_tiles(rows.key_cache_NBKD),
         page_tiles(rows.value_cache_NBKD),
@@ -103,7 +103,7 @@ def attend(
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         BLOCK_G=pieces.logs_KP2G.shape[3],
         BLOCK_Q=queries,
-        BLOCK_N=runs.tile_keys,
+        BLOCK_N=runs.shape.tile_keys,
         STAGES=tiling.stages,
         ARE_NEW=are_new,
         num_warps=4,

@@ -11,10 +11,19 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class RunShape:
+    """How keys are cut, and which kernel takes them."""
+
+    tile_keys: int  # the last tile of a row may be partly empty
+    num_runs: int  # for each key head: as many as are computed at the same time
+    for_hopper: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Runs:
     """The keys of a step's rows in tiles, the rows one after the other, and the runs that programs take."""
 
-    tile_keys: int  # the last tile of a row may be partly empty
+    shape: RunShape
     tiles_3N: torch.Tensor  # int32: row, first key, length of the row; the rest is not written
     # int32, for each run and once more: its first tile (at last the number of tiles); the row to put together
     # at its end, or -1; the run with that row's first tile.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels import triton_decode
-from tokenmill.kernels.runs import RunPieces, Runs
+from tokenmill.kernels.runs import RunPieces, Runs, RunShape
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, has_hopper_kernels, num_processors
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
@@ -39,30 +39,26 @@ ROWS_AT_ONCE = 1024
 GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
 
 
-def pays(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> bool:
-    """Whether so many rows, of at most `longest` keys each, are decoded faster by these kernels."""
-    num_rows, num_heads, _ = q_RHD.shape
+def choose_shape(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> RunShape | None:
+    """The runs for so many rows, of at most `longest` keys each; None: other kernels decode them faster."""
+    num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    fewest = FEWEST_STREAMS
-    if _is_for_hopper(q_RHD, rows):
-        if num_rows == 1 and longest <= SHORT_ROW:
-            return False
-        fewest = FEWEST_STREAMS_HOPPER
-    return num_rows * num_kv_heads >= fewest and num_heads <= MOST_QUERIES * num_kv_heads
-
-
-def shape_of_runs(q_RHD: torch.Tensor, rows: PagedRows) -> tuple[int, int]:
-    """(keys of a tile, runs for each key head: as many as are computed at the same time)"""
-    head_dim, num_kv_heads = q_RHD.shape[2], rows.key_cache_NBKD.shape[2]
-    if _is_for_hopper(q_RHD, rows):
+    if num_heads > MOST_QUERIES * num_kv_heads:
+        return None
+    for_hopper = _is_for_hopper(q_RHD, rows)
+    if for_hopper:
         from tokenmill.kernels import hopper_decode
 
         tiling = hopper_decode.decode_tiling(head_dim)
-        keys, programs = tiling.keys, tiling.programs
+        keys, programs, fewest = tiling.keys, tiling.programs, FEWEST_STREAMS_HOPPER
     else:
         keys = triton_decode.tile_keys(head_dim, q_RHD.element_size())
-        programs = PROGRAMS_PER_PROCESSOR
-    return keys, max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
+        programs, fewest = PROGRAMS_PER_PROCESSOR, FEWEST_STREAMS
+    is_alone = for_hopper and num_rows == 1 and longest <= SHORT_ROW
+    if num_rows * num_kv_heads < fewest or is_alone:
+        return None
+    num_runs = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
+    return RunShape(keys, num_runs, for_hopper)
 
 
 def _is_for_hopper(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
@@ -73,8 +69,9 @@ def _is_for_hopper(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
     return hopper_decode.can_take(q_RHD, rows)
 
 
-def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest: int) -> Runs:
+def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs:
     """What `decode` needs to know of rows of these lengths (int32, at least 1; `longest` is a bound)."""
+    tile_keys, num_runs = shape.tile_keys, shape.num_runs
     num_rows, device = lengths_R.shape[0], lengths_R.device
     tiles_3N = torch.empty((3, num_rows * triton.cdiv(longest, tile_keys)), dtype=torch.int32, device=device)
     # While kernels are compiled, those that fill these may be skipped: then there are no tiles.
@@ -102,7 +99,7 @@ def plan_runs(lengths_R: torch.Tensor, *, tile_keys: int, num_runs: int, longest
         BLOCK_RUNS=triton.next_power_of_2(num_runs + 1),
         num_warps=4,
     )
-    return Runs(tile_keys, tiles_3N, cuts_3P)
+    return Runs(shape, tiles_3N, cuts_3P)
 
 
 def _stride(num_rows: int) -> int:
@@ -111,9 +108,8 @@ def _stride(num_rows: int) -> int:
     A row that ends costs a run more than its tiles do, and rows alike stand together: those that fill a graph
     up have one key each.
     """
-    return next(
-        step for step in range(round(0.618 * num_rows), num_rows + 2) if math.gcd(step, num_rows) == 1
-    )
+    steps = range(max(1, round(GOLDEN_SECTION * num_rows)), num_rows)
+    return next((step for step in steps if math.gcd(step, num_rows) == 1), 1)
 
 
 def decode(
@@ -127,17 +123,17 @@ def decode(
 ) -> None:
     """Attention of one query per row, its last token, over all its keys, written to `out_RHD`.
 
-    `runs` are those of the rows' lengths, in the shape of `shape_of_runs`. Only if another launch has used
-    them before, and waited for all that was launched before it, they need not be `are_new`.
+    `runs` are those of the rows' lengths, in the shape that was chosen. Only if another launch has used them
+    before, and waited for all that was launched before it, they need not be `are_new`.
     """
     num_heads, num_kv_heads = q_RHD.shape[1], rows.key_cache_NBKD.shape[2]
-    num_runs = runs.cuts_3P.shape[1] - 1
+    num_runs = runs.shape.num_runs
     shape = (num_kv_heads, num_runs, 2, _block(num_heads // num_kv_heads))
     pieces = RunPieces(
         torch.empty((*shape, q_RHD.shape[2]), dtype=torch.float32, device=q_RHD.device),
         torch.empty(shape, dtype=torch.float32, device=q_RHD.device),
     )
-    if _is_for_hopper(q_RHD, rows):
+    if runs.shape.for_hopper:
         from tokenmill.kernels import hopper_decode
 
         hopper_decode.attend(q_RHD, rows, runs, scale=scale, are_new=are_new, pieces=pieces, out_RHD=out_RHD)
@@ -168,7 +164,7 @@ def _attend(
 ) -> None:
     """Write the answers of rows that lie in one run, and leave the pieces of the others."""
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    _balanced_kernel[(num_kv_heads, runs.cuts_3P.shape[1] - 1)](
+    _balanced_kernel[(num_kv_heads, runs.shape.num_runs)](
         q_RHD,
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
@@ -187,7 +183,7 @@ def _attend(
         out_RHD.stride(0),
         out_RHD.stride(1),
         **_constants(q_RHD, num_kv_heads),
-        BLOCK_N=runs.tile_keys,
+        BLOCK_N=runs.shape.tile_keys,
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         STAGES=STAGES,
         num_warps=4,
