@@ -60,7 +60,7 @@ def decode_tiling(head_dim: int) -> DecodeTiling:
 
 
 def can_take(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
-    """Whether `decode` knows these numbers and layouts."""
+    """Whether `attend` knows these numbers and layouts."""
     return q_RHD.shape[2] in HEAD_DIMS and are_tiles(rows) and can_be_copied(q_RHD)
 
 

@@ -51,6 +51,11 @@ def has_hopper_kernels(device: torch.device) -> bool:
     )
 
 
+def block_of(size: int) -> int:
+    """The block that holds `size` numbers, and is large enough for a tensor core."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
 def store(
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,

@@ -22,7 +22,13 @@ import triton.language as tl
 
 from tokenmill.kernels import triton_decode
 from tokenmill.kernels.runs import RunPieces, Runs, RunShape
-from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, has_hopper_kernels, num_processors
+from tokenmill.kernels.triton_attention import (
+    LOG2_E,
+    PagedRows,
+    block_of,
+    has_hopper_kernels,
+    num_processors,
+)
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Measured on an H200: four programs to a processor, each with two tiles on their way.
@@ -128,7 +134,7 @@ def decode(
     """
     num_heads, num_kv_heads = q_RHD.shape[1], rows.key_cache_NBKD.shape[2]
     num_runs = runs.shape.num_runs
-    shape = (num_kv_heads, num_runs, 2, _block(num_heads // num_kv_heads))
+    shape = (num_kv_heads, num_runs, 2, block_of(num_heads // num_kv_heads))
     pieces = RunPieces(
         torch.empty((*shape, q_RHD.shape[2]), dtype=torch.float32, device=q_RHD.device),
         torch.empty(shape, dtype=torch.float32, device=q_RHD.device),
@@ -198,14 +204,9 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "BLOCK_G": _block(group),
-        "BLOCK_DIM": _block(head_dim),
+        "BLOCK_G": block_of(group),
+        "BLOCK_DIM": block_of(head_dim),
     }
-
-
-def _block(size: int) -> int:
-    """The block that holds `size` numbers, and is large enough for a tensor core."""
-    return max(16, int(triton.next_power_of_2(size)))
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────

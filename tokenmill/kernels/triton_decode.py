@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
-from tokenmill.kernels.triton_attention import LOG2_E, PagedRows
+from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, block_of
 
 # Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop
@@ -101,7 +101,7 @@ def _attend_shared(
     _, num_heads, head_dim = q_RHD.shape
     group = num_heads // rows.key_cache_NBKD.shape[2]
     tiling = shared_tiling(head_dim, q_RHD.element_size())
-    block_dim = _block(head_dim)
+    block_dim = block_of(head_dim)
     _shared_kernel[(SHARED_PROGRAMS,)](
         q_RHD,
         rows.key_cache_NBKD,
@@ -123,7 +123,7 @@ def _attend_shared(
         HEAD_DIM=head_dim,
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         FIELDS=ITEM_FIELDS,
-        BLOCK_M=_block(shared.rows_per_item * group),
+        BLOCK_M=block_of(shared.rows_per_item * group),
         BLOCK_N=tiling.keys,
         BLOCK_DIM=block_dim,
         num_warps=tiling.num_warps,
@@ -146,7 +146,7 @@ def _attend_own(
     """Leave the pieces of the keys that each row reads alone; a row with no other piece is complete."""
     num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    tiling = decode_tiling(_block(head_dim * fold), q_RHD.element_size())
+    tiling = decode_tiling(block_of(head_dim * fold), q_RHD.element_size())
     _own_kernel[(num_kv_heads // fold, splits[0], num_rows)](
         q_RHD,
         rows.key_cache_NBKD,
@@ -174,9 +174,9 @@ def _attend_own(
         WINDOW=window or 0,
         SHARED=shared is not None,
         SINGLE=shared is None and splits[0] == 1,
-        BLOCK_G=_block(num_heads // num_kv_heads * fold),
+        BLOCK_G=block_of(num_heads // num_kv_heads * fold),
         BLOCK_N=tiling.keys,
-        BLOCK_DIM=_block(head_dim * fold),
+        BLOCK_DIM=block_of(head_dim * fold),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=DECODE_REGISTERS,
@@ -210,10 +210,10 @@ def _combine(
         HEAD_DIM=head_dim,
         WINDOW=window or 0,
         SHARED=shared is not None,
-        BLOCK_N=decode_tiling(_block(head_dim * fold), out_RHD.element_size()).keys,
+        BLOCK_N=decode_tiling(block_of(head_dim * fold), out_RHD.element_size()).keys,
         MAX_PIECES=triton.next_power_of_2(MAX_PIECES),
         BLOCK_PIECES=4 if many else 32,
-        BLOCK_DIM=_block(head_dim),
+        BLOCK_DIM=block_of(head_dim),
         num_warps=1 if many else 4,
     )
 
@@ -251,7 +251,7 @@ def decode_tiling(block_dim: int, element_size: int) -> Tiling:
 
 def tile_keys(head_dim: int, element_size: int) -> int:
     """Keys that a program takes at a time, of one head."""
-    return decode_tiling(_block(head_dim), element_size).keys
+    return decode_tiling(block_of(head_dim), element_size).keys
 
 
 def shared_tiling(head_dim: int, element_size: int) -> Tiling:
@@ -280,11 +280,6 @@ def _folded_heads(group: int, key_cache_NBKD: torch.Tensor) -> int:
     ):
         fold *= 2
     return fold
-
-
-def _block(size: int) -> int:
-    """The block that holds `size` numbers, and is large enough for a tensor core."""
-    return max(16, int(triton.next_power_of_2(size)))
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
