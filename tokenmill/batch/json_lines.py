@@ -19,6 +19,7 @@ from tokenmill.batch.text_lines import DamagedFile, check_encoding, read_lines, 
 from tokenmill.constraints import MAX_JSON_DEPTH
 from tokenmill.sampling_params import brief
 
+_RETURNS_ALONE = "; if lines end by carriage returns alone, convert the file: tr '\\r' '\\n'"
 _TOO_DEEP = f"the JSON is nested more than {MAX_JSON_DEPTH} levels deep; make it flatter"
 
 
@@ -88,7 +89,8 @@ def _record(index: int, number: int, line: bytes) -> Record:
     try:
         value = parse_json(decoded(line).strip())
     except ValueError as error:
-        return faulty(index, number, str(error))
+        hint = _RETURNS_ALONE if b"\r" in line.strip() else ""
+        return faulty(index, number, f"{error}{hint}")
     if not isinstance(value, dict):
         return faulty(
             index, number, f'a row must be a JSON object like {{"prompt": "..."}}, got {brief(value)}'
