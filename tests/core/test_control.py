@@ -300,8 +300,6 @@ def test_memory_is_released_only_when_nothing_runs(
         core.call("release_memory_occupation", tags=("kv_cache",))
     core.cancel(["a"])
     answers.wait_finished("a")
-    while not core.call("flush_cache")[0]:  # its last steps are in flight
-        pass
     mill.calls.clear()
     core.call("release_memory_occupation", tags=("kv_cache", "cuda_graph"))
     core.submit([request("b")])  # nothing may run now
@@ -314,6 +312,20 @@ def test_memory_is_released_only_when_nothing_runs(
         "resume_memory",
         "open_graphs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"), [("flush_cache", {}), ("release_memory_occupation", {"tags": ("kv_cache",)})]
+)
+def test_steps_that_no_request_needs_any_more_hold_up_no_call(
+    core: CoreThread, answers: Answers, call: str, arguments: dict[str, Any]
+) -> None:
+    """A request has ended, and the step after its last token was launched before that was known."""
+    run_until_some_tokens(core, answers)
+    core.cancel(["a"])
+    assert core.call(call, **arguments) in (None, (True, "the prefix cache is empty"))
+    assert answers.finished == {"a": "abort"}
+    core.call("check")
 
 
 def test_weights_that_are_released_are_neither_read_nor_updated(core: CoreThread) -> None:

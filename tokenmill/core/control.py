@@ -96,6 +96,7 @@ class Control:
     # ── cache and questions ───────────────────────────────────────────────────────────────────
 
     def _flush_cache(self) -> tuple[bool, str]:
+        self._end_idle_steps()
         if not self._scheduler.idle:
             busy = self._scheduler.num_running + self._scheduler.num_waiting
             return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
@@ -129,14 +130,25 @@ class Control:
     def _pause(self, *, mode: PauseMode) -> None:
         if mode == "abort":
             self._send(self._scheduler.abort_all("generation was paused"))
-        while self._scheduler.num_in_flight:
-            self._send(self._scheduler.take_in(self._runner.collect()))
+        self._collect_all()
         if mode == "retract":
             self._scheduler.retract_all()
         self._paused = True
 
     def _continue(self) -> None:
         self._paused = False
+
+    def _end_idle_steps(self) -> None:
+        """Take in steps that were launched before it was known that the last request ends with an earlier one.
+
+        Whoever has all answers calls the engine idle, and knows of no such steps.
+        """
+        if not (self._scheduler.num_running or self._scheduler.num_waiting):
+            self._collect_all()
+
+    def _collect_all(self) -> None:
+        while self._scheduler.num_in_flight:
+            self._send(self._scheduler.take_in(self._runner.collect()))
 
     def _send(self, outputs: Sequence[Output]) -> None:
         if outputs:
@@ -190,6 +202,7 @@ class Control:
     # ── memory ────────────────────────────────────────────────────────────────────────────────
 
     def _release(self, *, tags: Collection[str]) -> None:
+        self._end_idle_steps()
         scheduler = self._scheduler
         if scheduler.num_running or scheduler.num_in_flight or (scheduler.num_waiting and not self._paused):
             busy = scheduler.num_running + scheduler.num_waiting
