@@ -139,7 +139,7 @@ class Control:
         self._paused = False
 
     def _end_idle_steps(self) -> None:
-        """Take in steps that were launched before it was known that the last request ends with an earlier one.
+        """Take in steps that were launched before it was known that no request needs them.
 
         Whoever has all answers calls the engine idle, and knows of no such steps.
         """
