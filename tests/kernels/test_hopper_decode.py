@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import runpy
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,22 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def ragged() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "attention" / "ragged.py")))
-
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hopper(load_on_cpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
     """`hopper_decode.py` on the CPU; every step of rows of one query goes there."""
-    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
     from tokenmill.kernels import triton_balanced
 
-    load_module = runpy.run_path(str(Path(__file__).with_name("gluon_on_cpu.py")))["load_module"]
-    module = load_module(ROOT / "tokenmill" / "kernels" / "hopper_decode.py")
+    module = load_on_cpu("hopper_decode")
     monkeypatch.setattr("tokenmill.kernels.hopper_decode", module, raising=False)
     monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_decode", module)
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import runpy
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,14 +14,10 @@ from tokenmill.kernels.linear import linear_torch
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def hopper() -> Any:
-    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
-    load_module = runpy.run_path(str(Path(__file__).with_name("gluon_on_cpu.py")))["load_module"]
-    return load_module(ROOT / "tokenmill" / "kernels" / "hopper_linear.py")
+def hopper(load_on_cpu: Callable[[str], ModuleType]) -> Any:
+    return load_on_cpu("hopper_linear")
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:

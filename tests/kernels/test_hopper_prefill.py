@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +14,10 @@ from tokenmill.attention.base import AttentionSpec
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def ragged() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "attention" / "ragged.py")))
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Any:
-    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
-    load_module = runpy.run_path(str(Path(__file__).with_name("gluon_on_cpu.py")))["load_module"]
-    return load_module(ROOT / "tokenmill" / "kernels" / "hopper_prefill.py")
+def hopper(load_on_cpu: Callable[[str], ModuleType]) -> Any:
+    return load_on_cpu("hopper_prefill")
 
 
 def attend(hopper: Any, step: Any, tiling: tuple[Any, ...], processors: int) -> torch.Tensor:
