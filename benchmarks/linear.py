@@ -150,7 +150,7 @@ class Network:
             qkv, residual = add_norm_linear(
                 x, residual, layer.input_norm, weight_OI=layer.qkv, bias_O=layer.qkv_bias
             )
-            product = qkv.view(len(x), -1, self.shape.head_dim)
+            product = qkv.view(len(residual), -1, self.shape.head_dim)  # `x` may be pieces
             q, _ = rotate_and_store(product, rotation, layer.head_norms, cache)
             x = linear.addend(q.flatten(1), layer.output, None)
             x, residual = add_norm_linear(

@@ -343,6 +343,13 @@ class Runner(Protocol):
 
     facts: EngineFacts
 
+    @property
+    def preparation_seconds(self) -> float:
+        """What `prepare` would take; 0: there is nothing to prepare. Steps do not have to wait for it."""
+
+    def prepare(self) -> None:
+        """Make later steps faster. The device needs steps to run meanwhile."""
+
     def launch(self, plan: StepPlan) -> None: ...
     def sample(self, masks: TokenMasks | None) -> None: ...
     def collect(self) -> StepResult: ...

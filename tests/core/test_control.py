@@ -29,6 +29,7 @@ class VersionedMill:
 
     def __init__(self) -> None:
         self.facts = FACTS
+        self.preparation_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.version = 0

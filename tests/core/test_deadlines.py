@@ -32,6 +32,7 @@ class SlowRunner:
 
     def __init__(self, mill: Any, clock: TurnedClock) -> None:
         self.facts = SimpleNamespace(steps_in_flight=1)
+        self.preparation_seconds = 0.0
         self._mill = mill
         self._clock = clock
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.core.device_watch import DeviceWatch
+from tokenmill.core.device_watch import DeviceWatch, StepClock
 
 pytestmark = pytest.mark.unit
 
@@ -29,3 +29,20 @@ def test_seconds_add_up_by_what_there_was_to_do() -> None:
     now += 1
     assert watch.seconds() == {"busy": 10, "idle": 1.5}
     assert watch.seconds() == {"busy": 10, "idle": 1.5}
+
+
+def test_a_step_takes_the_time_between_two_results_in_a_row() -> None:
+    now = 10.0
+    clock = StepClock(clock=lambda: now)
+    for seconds, is_steady, expected in (
+        (1, False, 0.001),  # nothing is known
+        (5, True, 0.001),  # since something else
+        (2, True, 2),
+        (3, True, 3),
+        (7, False, 3),  # the device waited, or many results were there already
+        (9, True, 3),
+        (0, True, 1e-5),
+    ):
+        now += seconds
+        clock.collected(is_steady=is_steady)
+        assert clock.seconds == expected

@@ -167,6 +167,7 @@ def test_the_device_gets_ready_while_grammars_are_compiled(world: Any, make_requ
 
     runner: Any = SimpleNamespace(
         facts=SimpleNamespace(steps_in_flight=1),
+        preparation_seconds=0.0,
         launch=world.mill.launch,
         sample=lambda masks: None,
         collect=world.mill.collect,

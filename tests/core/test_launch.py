@@ -25,6 +25,7 @@ class CountingRunner:
 
     def __init__(self, facts: EngineFacts = FACTS) -> None:
         self.facts = facts
+        self.preparation_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.launching = threading.Event()  # set when the first step has come

@@ -31,6 +31,7 @@ class Runner:
 
     def __init__(self, mill: Any, depth: int, then: Callable[[], None]) -> None:
         self.facts = SimpleNamespace(steps_in_flight=depth)
+        self.preparation_seconds = 0.0
         self._mill = mill
         self._then = then
 

@@ -1,4 +1,4 @@
-"""How long the device had steps to run, and how long it had none although requests were there."""
+"""How long the device had steps to run, or had none although requests were there; what a step takes."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ class DeviceWatch:
         if self._state is not None:
             self._seconds[self._state] += now - self._since
         self._since = now
+
+
+class StepClock:
+    """What a step takes, by the time between two results where the device always had another step to run."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self.seconds = 0.001  # a guess, until it is known
+        self._clock = clock
+        self._last: float | None = None
+
+    def collected(self, *, is_steady: bool) -> None:
+        """A result has come; `is_steady` if as many steps were in flight as usual."""
+        now = self._clock()
+        if is_steady and self._last is not None:
+            self.seconds = max(now - self._last, 1e-5)
+        self._last = now if is_steady else None

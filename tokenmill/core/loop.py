@@ -7,6 +7,7 @@ one exception: where many rows wait for masks, the next step is scheduled by a s
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.core.control import Control
 from tokenmill.core.deadlines import Clock, Deadlines, timed_out
-from tokenmill.core.device_watch import DeviceWatch
+from tokenmill.core.device_watch import DeviceWatch, StepClock
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import create_policy
@@ -34,6 +35,8 @@ from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Ru
 _SECONDS_AWAKE = 0.05
 # The masks of fewer rows are filled before another thread has woken up.
 _MANY_MASKS = 32
+# Steps that are launched at most before the oldest is taken in.
+_MOST_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Loop:
         self._deadlines = Deadlines(clock)
         self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-schedule")
         self._planned: StepPlan | None = None  # a step that was scheduled, but not launched yet
+        self._step_clock = StepClock()
         self._closing = False
         self.pulse = Pulse()
 
@@ -135,6 +139,8 @@ class Loop:
     def _turn(self, *, may_plan: bool = True) -> None:
         """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
         depth = self._runner.facts.steps_in_flight
+        if self._planned is None and self._runner.preparation_seconds:
+            self._prepare()
         plan, self._planned = self._planned, None
         if plan is None and self._scheduler.num_in_flight < depth:
             plan = self._scheduler.schedule()
@@ -148,10 +154,33 @@ class Loop:
                 self._draw_guided(guided, may_plan=may_plan and depth > 1)
             else:
                 self._runner.sample(None)
-        if self._num_launched == depth or plan is None:
+        if self._num_launched >= depth or plan is None:
             assert self._num_launched, "requests wait, yet nothing can be scheduled"
             self._collect()
         self._control.stepped()
+
+    def _prepare(self) -> None:
+        """Let the runner prepare what it wants to; the device has steps to run for as long as that takes.
+
+        Rows that wait for their tokens forbid that, and the preparation has to wait for another moment.
+        """
+        scheduler, runner = self._scheduler, self._runner
+        if scheduler.has_late_rows:
+            return
+        most = self._most_ahead()
+        while scheduler.num_in_flight < most and (plan := scheduler.schedule()) is not None:
+            runner.launch(plan)
+            runner.sample(None)
+        self._watch.note(has_steps=self._num_launched > 0, has_requests=True)
+        runner.prepare()
+
+    def _most_ahead(self) -> int:
+        """Steps to have in flight before a preparation."""
+        depth = self._runner.facts.steps_in_flight
+        if depth == 1:
+            return 0
+        steps = math.ceil(self._runner.preparation_seconds / self._step_clock.seconds)
+        return min(depth + steps, _MOST_AHEAD)
 
     @property
     def _num_launched(self) -> int:
@@ -184,6 +213,7 @@ class Loop:
         finally:
             self.pulse.awaits_step = False
         self.pulse.num_steps += 1
+        self._step_clock.collected(is_steady=self._num_launched == self._runner.facts.steps_in_flight)
         scheduler = self._scheduler
         self._watch.note(has_steps=self._num_launched > 1, has_requests=True)
         outputs = scheduler.take_in(result)

@@ -87,6 +87,11 @@ class Scheduler:
         return self._num_late > 0 and any(state.waits_for_tokens for state in self._flights[-1].states)
 
     @property
+    def has_late_rows(self) -> bool:
+        """Whether some request draws only when the host knows all tokens before it."""
+        return self._num_late > 0
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or is in flight."""
         return not self._states and not self._flights

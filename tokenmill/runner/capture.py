@@ -30,7 +30,7 @@ def row_seconds(num_parameters: int) -> float:
 class CapturePolicy:
     """Chooses the size of graph for each step, from what was captured so far.
 
-    Time that padding took is added up; when it exceeds the time of a capture, the size at hand is captured.
+    Time that padding took is added up; when it exceeds the time of a capture, the size at hand is wanted.
     So captures cost no more than the padding before them, and no batch is padded for long. With no graph
     that is large enough, one is captured at the next power of two, so that a batch that grows row by row
     does not stop at every size. Graphs of different `kind` cannot stand in for each other.
@@ -42,28 +42,31 @@ class CapturePolicy:
         self._row_seconds = row_seconds
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending
         self._padding_seconds = 0.0
-        self._capture_seconds = _CAPTURE_SECONDS
         self._may_capture = True
+        self.capture_seconds = _CAPTURE_SECONDS  # what a capture takes, by the last one
 
     def choose(self, num_rows: int, kind: Hashable) -> int | None:
-        """The size to use; if it is not captured yet, it is to be captured now. None: no graph can be had."""
-        captured = self._captured[kind]
-        exact = at_least(self._sizes, num_rows)
-        best = at_least(captured, num_rows) if captured and captured[-1] >= num_rows else None
+        """The size to use; if it is not captured yet, it is wanted now. None: no graph can be had."""
+        exact, best = at_least(self._sizes, num_rows), self.serving(num_rows, kind)
         if best == exact or not self._may_capture:
             return best
         if best is None:
             return at_least(self._doubling, num_rows)
         self._padding_seconds += (best - exact) * self._row_seconds
-        if self._padding_seconds < self._capture_seconds:
+        if self._padding_seconds < self.capture_seconds:
             return best
         self._padding_seconds = 0.0
         return exact
 
+    def serving(self, num_rows: int, kind: Hashable) -> int | None:
+        """The smallest captured size for so many rows; None: there is none."""
+        captured = self._captured[kind]
+        return at_least(captured, num_rows) if captured and captured[-1] >= num_rows else None
+
     def captured(self, size: int, kind: Hashable, *, seconds: float) -> None:
         """Take note of a graph, and of what it took to capture."""
         bisect.insort(self._captured[kind], size)
-        self._capture_seconds = seconds
+        self.capture_seconds = seconds
 
     def stop(self) -> None:
         """Capture no more: the device has no memory for it."""

@@ -40,6 +40,19 @@ class DecodeGraphs:
         self._policy = policy
         self._recorder = recorder
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
+        # To be captured, while a larger one serves. No other step can be launched before a late one is drawn.
+        self._wanted: tuple[int, StepKind] | None = None
+
+    @property
+    def wanted_seconds(self) -> float:
+        """What `capture_wanted` would take; 0: no graph is wanted."""
+        return 0.0 if self._wanted is None else self._policy.capture_seconds
+
+    def capture_wanted(self) -> None:
+        """Capture what larger graphs have stood in for."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self._capture_if_possible(*wanted)
 
     def replay(self, plan: StepPlan, *, late: bool) -> Sampled | Unsampled | None:
         """Queue a step whose rows all decode, if `late` up to its logits; it may have made more rows.
@@ -61,16 +74,26 @@ class DecodeGraphs:
         return None if captured is None else captured.graph.made
 
     def _graph(self, num_rows: int, kind: StepKind) -> _Captured | None:
-        """A graph for at least so many rows, captured now if the policy wants it."""
+        """A graph for at least so many rows. What the policy wants is captured now, unless another serves:
+        then there is time for it at `capture_wanted`, but only until the policy wants one again.
+        """
         size = self._policy.choose(num_rows, kind)
-        while size is not None and (size, kind) not in self._graphs:
-            try:
-                self._graphs[size, kind] = self._capture(size, kind)
-            except torch.OutOfMemoryError:
-                _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
-                self._policy.stop()
-                size = self._policy.choose(num_rows, kind)
+        if size is not None and (size, kind) not in self._graphs:
+            serving = self._policy.serving(num_rows, kind)
+            if serving is not None and self._wanted is None and not kind.late:
+                self._wanted, size = (size, kind), serving
+            else:
+                self._wanted = None
+                self._capture_if_possible(size, kind)
+                size = self._policy.serving(num_rows, kind)
         return None if size is None else self._graphs[size, kind]
+
+    def _capture_if_possible(self, size: int, kind: StepKind) -> None:
+        try:
+            self._graphs[size, kind] = self._capture(size, kind)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
+            self._policy.stop()
 
     def _capture(self, size: int, kind: StepKind) -> _Captured:
         """Record the step on the spare row."""

@@ -125,6 +125,21 @@ class LocalRunner:
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
         self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
 
+    @property
+    def preparation_seconds(self) -> float:
+        """See `messages.Runner`."""
+        return 0.0 if self._graphs is None else self._graphs.decodes.wanted_seconds
+
+    def prepare(self) -> None:
+        """Capture a graph that larger ones have stood in for."""
+        if self._graphs is None:
+            return
+        try:
+            with torch.inference_mode():
+                self._graphs.decodes.capture_wanted()
+        except Exception as error:  # a step will tell
+            self._quarantine.judge(error)
+
     def launch(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step; nothing is waited for."""
         if self._threads is not None:

@@ -1,0 +1,160 @@
+"""Before the runner prepares something, the device gets steps for as long as that takes: no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.core.conftest import run_alone
+from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
+from tokenmill.messages import Output, StepPlan, StepResult
+
+pytestmark = pytest.mark.unit
+
+Make = Callable[..., Any]
+
+
+class Runner:
+    """Hands plans on to a fake mill, and wants to prepare something after so many steps."""
+
+    def __init__(self, mill: Any, depth: int, wants: dict[int, float]) -> None:
+        self.facts = SimpleNamespace(steps_in_flight=depth)
+        self._mill = mill
+        self._wants = dict(wants)
+        self.num_launched = self.num_collected = 0
+        self.most_in_flight = 0
+        self.in_flight_when_prepared: list[int] = []
+
+    @property
+    def preparation_seconds(self) -> float:
+        return max((seconds for at, seconds in self._wants.items() if at <= self.num_launched), default=0.0)
+
+    @property
+    def in_flight(self) -> int:
+        return self.num_launched - self.num_collected
+
+    def prepare(self) -> None:
+        self.in_flight_when_prepared.append(self.in_flight)
+        self._wants = {at: seconds for at, seconds in self._wants.items() if at > self.num_launched}
+
+    def launch(self, plan: StepPlan) -> None:
+        self._mill.launch(plan)
+        self.num_launched += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
+    def sample(self, masks: Any) -> None:
+        pass
+
+    def collect(self) -> StepResult:
+        self.num_collected += 1
+        return self._mill.collect()
+
+
+def run_loop(
+    world: Any,
+    requests: Sequence[Any],
+    *,
+    depth: int = 2,
+    wants: dict[int, float],
+    cancelled: Sequence[str] = (),
+) -> tuple[Runner, dict[str, list[Output]]]:
+    """The runner and the outputs of each request; some are cancelled after the first output."""
+    inbox, outputs, ended = Inbox(), {}, set()
+    waiting = list(cancelled)
+
+    def deliver(delivered: Sequence[Output]) -> None:
+        for output in delivered:
+            outputs.setdefault(output.request_id, []).append(output)
+            if output.finish is not None:
+                ended.add(output.request_id)
+        if waiting:
+            inbox.put(Cancel([waiting.pop()]))
+        if len(ended) == len(requests):
+            inbox.put(Close())
+
+    grammars: Any = SimpleNamespace(close=lambda: None)
+    runner = Runner(world.mill, depth, wants)
+    inbox.put(Submit(requests))
+    Loop(runner, world.scheduler, world.cache, grammars=grammars, inbox=inbox, deliver=deliver).run()  # type: ignore[arg-type]
+    return runner, outputs
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_request: Make) -> None:
+    requests = [make_request("a", [1, 2, 3], 60), make_request("b", [4], 50)]
+    runner, outputs = run_loop(harness(num_pages=100), requests, wants={5: 1.0})
+    assert len(runner.in_flight_when_prepared) == 1
+    assert runner.in_flight_when_prepared[0] > 30  # all there are to come
+    for request in requests:
+        assert tokens_of(outputs[request.id]) == run_alone(request)[0]
+
+
+def test_what_takes_less_than_a_step_needs_one_more(harness: Make, make_request: Make) -> None:
+    runner, _ = run_loop(harness(), [make_request("a", [1, 2, 3], 30)], wants={5: 1e-9})
+    assert runner.in_flight_when_prepared == [3]
+
+
+def test_one_step_at_a_time_stays_so(harness: Make, make_request: Make) -> None:
+    runner, _ = run_loop(harness(), [make_request("a", [1, 2, 3], 30)], depth=1, wants={5: 1.0})
+    assert runner.in_flight_when_prepared == [0]
+    assert runner.most_in_flight == 1
+
+
+def test_rows_that_wait_for_their_tokens_put_it_off(
+    harness: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, late = harness(), [True] * 10
+    monkeypatch.setattr(type(world.scheduler), "has_late_rows", property(lambda _: bool(late and late.pop())))
+    runner, _ = run_loop(world, [make_request("a", [1, 2, 3], 30)], wants={5: 1e-9})
+    assert runner.in_flight_when_prepared == [3]
+    assert not late
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # they only make things
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
+    stops=st.sets(st.integers(0, 9)),
+    cancelled=st.lists(st.integers(0, 9), max_size=3),
+    wants=st.dictionaries(st.integers(1, 60), st.sampled_from([1e-6, 1e-4, 1.0]), max_size=4),
+    num_pages=st.integers(16, 60),
+    depth=st.integers(1, 4),
+)
+def test_tokens_are_those_of_a_request_alone(
+    harness: Make,
+    make_request: Make,
+    lengths: list[int],
+    stops: set[int],
+    cancelled: list[int],
+    wants: dict[int, float],
+    num_pages: int,
+    depth: int,
+) -> None:
+    """Also where rows stop early, memory is short, and requests are aborted."""
+    requests = [
+        make_request(
+            f"r{index}", [1 + index % 4, 2, 3], length, stop_ids=frozenset({0} if index in stops else ())
+        )
+        for index, length in enumerate(lengths)
+    ]
+    world = harness(num_pages=num_pages)
+    _, outputs = run_loop(
+        world, requests, depth=depth, wants=wants, cancelled=[f"r{index}" for index in cancelled]
+    )
+    for request in requests:
+        expected, finish = run_alone(request)
+        found, end = tokens_of(outputs[request.id]), outputs[request.id][-1].finish
+        assert end is not None
+        if end.kind == "abort":
+            assert int(request.id[1:]) in cancelled
+            assert found == expected[: len(found)]
+        else:
+            assert (found, end) == (expected, finish)
+    world.scheduler.check_invariants()
