@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,9 +23,10 @@ _MAX_THREADS = 16
 class ParallelCompilation:
     """In a `with` block, a launch on this thread of a kernel that is not compiled yet does not run.
 
-    It starts the kernel's compilation, with exactly the arguments and alignments of the launch. Launches of
-    compiled kernels run. What skipped kernels should have written stays as it was: do not use it as an index.
-    Other threads launch and compile as ever.
+    The kernel is compiled, with exactly the arguments and alignments of the launch, from the end of the block
+    on: threads that compile would slow down the one that finds out what there is to do. There may be several
+    blocks. Launches of compiled kernels run. What skipped kernels should have written stays as it was: do not
+    use it as an index. Other threads launch and compile as ever.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +44,7 @@ class ParallelCompilation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._mode.__exit__(kind, error, traceback)
-        self._threads.shutdown(wait=False)
+        self._mode.start()
 
     @property
     def num_kernels(self) -> int:
@@ -51,6 +53,7 @@ class ParallelCompilation:
 
     def wait(self) -> None:
         """Return when all kernels are compiled and loaded; one that cannot be says so when it is launched."""
+        self._threads.shutdown()
         for job in self._mode.jobs.values():
             if (error := job.exception()) is not None:
                 _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
@@ -62,11 +65,17 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         super().__init__(threads)
         self.jobs: dict[str, Future[None]] = {}
+        self._found: dict[str, Callable[[], None]] = {}  # not started yet
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Start to compile; returning no kernel makes Triton skip the launch."""
+        """Take note of what is to be compiled; returning no kernel makes Triton skip the launch."""
         if key not in self.jobs:
-            self.jobs[key] = self.executor.submit(_compile, compile_kernel, keep)
+            self._found.setdefault(key, partial(_compile, compile_kernel, keep))
+
+    def start(self) -> None:
+        """Compile what was found, in that order."""
+        self.jobs |= {key: self.executor.submit(job) for key, job in self._found.items()}
+        self._found.clear()
 
 
 def _compile(compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:

@@ -69,7 +69,8 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> tuple
     num_rows, vocab_size = logits_RV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK.value)
     num_stripes = num_blocks * (BLOCK.value // STRIPE.value)
-    tokens_R, told_R = logits_RV.new_empty((2, num_rows), dtype=torch.int64)
+    # Not one tensor: with an odd number of rows its second half would want kernels of its own.
+    tokens_R, told_R = (logits_RV.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
     if not num_rows:
         return tokens_R, told_R
     block_maxima_RN = logits_RV.new_empty((num_rows, num_blocks), dtype=torch.float32)

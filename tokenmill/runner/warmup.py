@@ -33,15 +33,16 @@ from tokenmill.sampling.masks import apply_masks
 _log = logging.getLogger("tokenmill")
 
 # Steps as (rows that decode, (tokens computed now, tokens before them) of every row). Kernels choose their
-# tiles by the longest run of tokens, and may choose by whether there is something before it.
+# tiles by the longest run of tokens, and may choose by whether there is something before it. Those for long
+# runs take longest to compile, so they come first.
 _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
-    (0, ((2, 0),)),
-    (0, ((64, 0),)),
-    (0, ((512, 0),)),
     (0, ((1024, 0),)),
-    (0, ((64, 512),)),
-    (0, ((2, 16), (2, 0))),
     (0, ((512, 16),)),
+    (0, ((64, 512),)),
+    (0, ((512, 0),)),
+    (0, ((64, 0),)),
+    (0, ((2, 16), (2, 0))),
+    (0, ((2, 0),)),
     (1, ((1, 16), (2, 0))),
 )
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
@@ -96,21 +97,28 @@ class Scout:
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
 
     def compile(self) -> ParallelCompilation:
-        """Start to compile what the model's steps launch; `wait` for it before the first of them."""
-        # Others use what it reads as indices, so this kernel must not be skipped even once.
-        self._rows.read(self._rows.spare_inputs(1))
+        """Start to compile what the model's steps launch; `wait` for it before the first of them.
+
+        What takes longest comes first: kernels for prompts, then those that draw under filters.
+        """
+        reading = ParallelCompilation(self._placement.device)
+        with reading:
+            self._rows.read(self._rows.spare_inputs(1))
         compilation = ParallelCompilation(self._placement.device)
         with compilation:
             for num_decodes, rows in _STEPS:
                 self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
+        # The steps below use what this kernel reads as indices, so it must not be skipped any more.
+        reading.wait()
+        with compilation:
             most = self._placement.max_running_requests
-            powers = (2**power for power in range(most.bit_length()))
-            for size in sorted({*powers, most, *_TILED}):
-                self._decode(size, StepKind(_PLAIN))
             for size in (1, most):
                 self._decode(size, StepKind(_FILTERED))
                 self._decode(size, StepKind(_PLAIN, longest=SHORT_KEYS))
                 self._decode(size, StepKind(_PLAIN, max_pieces=most_pieces(size)))
+            powers = (2**power for power in range(most.bit_length()))
+            for size in sorted({*powers, most, *_TILED}):
+                self._decode(size, StepKind(_PLAIN))
             if self._may_have_grammars:
                 self._mask()
         _log.debug("compiling %d kernels", compilation.num_kernels)
