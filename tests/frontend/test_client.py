@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tokenmill import EngineClosed, EngineConfig, EngineDead, Interrupted, InvalidArgument
-from tokenmill.frontend.calls import Call
+from tokenmill.frontend.calls import Call, Mailbox
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.outputs import Arrival
@@ -333,6 +333,61 @@ def test_letting_go_cancels(
     let_go(client, prepare("one", "two", stream=let_go is not cancel_task, **ENDLESS))
     wait_until(lambda: len(cores[0].cancelled) == 2 and is_clean(client, cores[0]))
     assert client.run(prepare("still alive"))["text"] == "still alive"
+
+
+def test_closing_a_stream_ends_the_wait_of_another_thread(
+    client: Client, prepare: Any, gate: threading.Event
+) -> None:
+    gate.clear()
+    stream = client.stream(prepare("abc", stream=True, **ENDLESS), owner=None)
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.append(next(stream, "the end")), daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    assert not got
+    stream.close()
+    waiting.join(5)
+    gate.set()
+    assert got == ["the end"]
+
+
+def test_closing_a_stream_ends_the_wait_of_another_task(
+    client: Client, prepare: Any, gate: threading.Event
+) -> None:
+    async def main() -> Any:
+        stream = client.stream_async(prepare("abc", stream=True, **ENDLESS), owner=None)
+        waiting = asyncio.create_task(anext(stream, "the end"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await stream.aclose()
+        return await asyncio.wait_for(waiting, 5)
+
+    gate.clear()
+    try:
+        assert asyncio.run(main()) == "the end"
+    finally:
+        gate.set()
+
+
+class WokenMeanwhile(Mailbox):
+    """Something arrives, and takes its waker along, as soon as somebody has looked at it."""
+
+    @property
+    def _wake(self) -> Any:
+        wake, self._there = self._there, None
+        return wake
+
+    @_wake.setter
+    def _wake(self, wake: Any) -> None:
+        self._there = wake
+
+
+def test_a_mailbox_is_closed_while_something_arrives() -> None:
+    woken: list[bool] = []
+    mail = WokenMeanwhile()
+    mail.take(lambda: woken.append(True))
+    mail.close()
+    assert woken == [True]
 
 
 @pytest.mark.parametrize("stream", [False, True])

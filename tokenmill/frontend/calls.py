@@ -59,8 +59,9 @@ class Mailbox:
     def close(self) -> None:
         """Let nobody wait any more. Takes no lock, because the garbage collector may call it anywhere."""
         self._closed = True
-        if self._wake is not None:
-            self._wake()
+        wake = self._wake  # which the core's thread may take away at any moment
+        if wake is not None:
+            wake()
 
 
 class Call:

@@ -45,13 +45,17 @@ class _Stream:
             self._closed = True
             self._ready.clear()
             self._drop(self._call)
+            self._call.mail.close()  # another thread or task may wait for a chunk
 
     def __del__(self) -> None:
         self._close()
 
 
 class ResultStream(_Stream, Iterator[dict[str, Any]]):
-    """Chunks of one call. Closing it, or letting go of it, cancels what has not finished."""
+    """Chunks of one call. Closing it, or letting go of it, cancels what has not finished.
+
+    Any thread may close it; one that waits for a chunk meanwhile sees the end.
+    """
 
     def __next__(self) -> dict[str, Any]:
         woken = threading.Event()
