@@ -400,7 +400,8 @@ class Engine:
             model_path, load_format, on_error, weight_version=weight_version
         )
         if answer[0]:
-            self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path))
+            # The revision was that of the checkpoint before.
+            self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path), revision=None)
         return answer
 
     def update_weights_from_tensor(

@@ -167,6 +167,28 @@ def test_the_fingerprint_knows_weights_tokenizer_and_arguments(tmp_path: Path) -
     assert len(seen) == 6
 
 
+@pytest.mark.parametrize(
+    ("arguments", "asked_for"),
+    [
+        ({}, [("owner/model", "v1")]),
+        ({"tokenizer_path": "owner/tokenizer"}, [("owner/model", "v1"), ("owner/tokenizer", None)]),
+    ],
+)
+def test_the_revision_is_that_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], asked_for: list[tuple[str, str | None]]
+) -> None:
+    """A tokenizer of another repository, which has no such revision, is loaded without one."""
+    asked: list[tuple[str, str | None]] = []
+
+    def resolve(name: str, *, revision: str | None, **rest: Any) -> Path:
+        asked.append((name, revision))
+        return BUNDLED["tiny"]
+
+    monkeypatch.setattr("tokenmill.hub.resolve", resolve)
+    fingerprint(EngineConfig(model_path="owner/model", revision="v1", **arguments), dtype="float32")
+    assert asked == asked_for
+
+
 def test_a_tensor_that_was_trained_on_changes_the_fingerprint(tmp_path: Path) -> None:
     """Of the same names, shapes and sizes: all of its numbers a little different, as training makes them."""
     folder = tmp_path / "model"

@@ -113,6 +113,14 @@ def test_the_engine_says_what_it_serves_now(llm: sgl.Engine, folders: tuple[Path
     assert llm.server_args.model_path == str(folders[1])
 
 
+def test_the_revision_of_the_old_weights_is_not_that_of_the_new(make_model: Make) -> None:
+    with engine(make_model("llama"), revision="v1") as llm:
+        assert not llm.update_weights_from_disk("nowhere/at/all")[0]
+        assert llm.config.revision == "v1"
+        assert llm.update_weights_from_disk(make_model("llama"))[0]
+        assert llm.config.revision is None
+
+
 def test_results_tell_the_version_of_the_weights_that_computed_them(
     llm: sgl.Engine, folders: tuple[Path, Path]
 ) -> None:

@@ -133,8 +133,11 @@ def fingerprint(config: EngineConfig, *, dtype: str, tensor_update: str = "") ->
     digest = hashlib.blake2b(
         json.dumps(arguments, sort_keys=True, default=repr).encode(), digest_size=KEY_BYTES
     )
-    for name in dict.fromkeys((config.model_path, config.tokenizer_path or config.model_path)):
-        folder = hub.resolve(name, revision=config.revision, download_dir=config.download_dir)
+    # The revision is the model's; a tokenizer from elsewhere is of its repository's newest.
+    model = config.model_path, config.revision
+    tokenizer = (config.tokenizer_path, None) if config.tokenizer_path else model
+    for name, revision in dict.fromkeys((model, tokenizer)):
+        folder = hub.resolve(name, revision=revision, download_dir=config.download_dir)
         for path in sorted(folder.iterdir()):
             if path.is_file() and (parts := _identity(path)) is not None:
                 for part in (path.name.encode(), path.stat().st_size.to_bytes(8, "little"), *parts):
