@@ -209,4 +209,4 @@ def test_an_aborted_item_is_an_error(llm: sgl.Engine) -> None:
     with pytest.raises(sgl.RequestFailed, match=r"items\[0\] was aborted") as caught:
         llm.score(QUERY, ITEMS, LABELS)
     aborting.join()
-    assert caught.value.error_type == "aborted"
+    assert (caught.value.error_type, caught.value.status_code) == ("aborted", 499)

@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading, request_error
 from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.outputs import ABORTED
 from tokenmill.frontend.prompts import check_encodable, token_ids
 from tokenmill.messages import EngineFacts, IntArray
 from tokenmill.sampling_params import SamplingParams, check_flag, check_real, show, unpacked
@@ -193,7 +194,7 @@ def _result(results: Any, asked: _Asked) -> ScoreResult:
             raise request_error(
                 f"items[{index}] was aborted: {reason['message']}",
                 error_type="aborted",
-                status_code=reason["status_code"],
+                status_code=ABORTED,
             )
         [labels] = result["meta_info"]["output_token_ids_logprobs"]
         scores.append(_probabilities([value for value, _, _ in labels], softmax=asked.apply_softmax))
