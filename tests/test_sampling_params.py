@@ -337,6 +337,7 @@ def test_wrong_stops() -> None:
         ((3,), (3,)),
         ({7}, (7,)),
         (range(3), (0, 1, 2)),
+        (range(0, 2**31 - 1, 2**30), (0, 2**30)),
         ([None, 5, None], (5,)),
         ([None], ()),
         ([], ()),
@@ -346,6 +347,13 @@ def test_wrong_stops() -> None:
 )
 def test_stop_token_ids_become_a_tuple(value: Any, stored: tuple[int, ...]) -> None:
     assert make(stop_token_ids=value).stop_token_ids == stored
+
+
+@pytest.mark.parametrize("value", [range(6), range(6, 0, -1), range(0, 60, 10)])
+def test_a_range_counts_by_its_items(monkeypatch: pytest.MonkeyPatch, value: range) -> None:
+    monkeypatch.setattr("tokenmill.sampling_params.MAX_ITEMS", 5)
+    with pytest.raises(InvalidArgument, match="stop_token_ids has 6 items; at most 5 are allowed"):
+        make(stop_token_ids=value)
 
 
 @pytest.mark.parametrize("value", [5, "5", ["5"], [1.0], [True], [[1]], {1: 2}])

@@ -183,7 +183,7 @@ def _max_repetitions(name: str, value: object) -> int | None:
 def _listed(name: str, value: Any) -> list[Any]:
     """The items of a list, tuple, set, range, array or tensor; one bare string or number is no list."""
     if isinstance(value, range) and value:
-        check_count(name, value[-1] - value[0])
+        check_count(name, (value[-1] - value[0]) // value.step + 1)  # of very many, `len` fails
     if isinstance(value, list | tuple | set | frozenset | range):
         return list(value)
     items = unpacked(name, value)
