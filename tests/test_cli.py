@@ -63,6 +63,7 @@ class FakeEngine:
         prompt: list[str],
         sampling_params: Any = None,
         stream: bool = False,
+        on_error: str | None = None,
     ) -> Any:
         self.calls.append({"prompt": prompt, "params": sampling_params})
         if self.error is not None:
@@ -72,7 +73,9 @@ class FakeEngine:
             return self.interleaved(flat)
         return [chunk(i, f" {p}!", done=True) for i, p in enumerate(flat)]
 
-    def chat(self, messages: list[dict[str, str]], sampling_params: Any, *, stream: bool) -> Any:
+    def chat(
+        self, messages: list[dict[str, str]], sampling_params: Any, *, stream: bool, on_error: str
+    ) -> Any:
         conversation = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         self.calls.append({"conversation": conversation, "params": sampling_params})
         if self.error is not None:
@@ -473,6 +476,32 @@ def test_streamed_and_whole_text_agree(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*command, "--stream"]) == 0
     assert capsys.readouterr().out == whole
     assert whole.startswith("Prompt: The capital of France is\nGenerated text: ")
+
+
+# What nobody sees before a grammar is compiled.
+BAD_SCHEMA = ("--json-schema", '{"type": "object", "properties": 5}')
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", [(), ("--stream",), ("--stream", "--json")])
+def test_a_request_that_fails_while_it_runs_is_told(
+    how: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "Hello", *BAD_SCHEMA, *how]) == 2
+    printed = capsys.readouterr()
+    assert "properties must be an object" in printed.err
+    assert not printed.out
+
+
+@pytest.mark.cpu
+def test_a_message_that_fails_while_it_is_answered_is_dropped(
+    typed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed("Hello\nHello\n")
+    assert main(["chat", *BAD_SCHEMA]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("properties must be an object") == 2
+    assert not printed.out
 
 
 @pytest.mark.cpu

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tokenmill import __version__, bench
 from tokenmill.batch.command import add_command
-from tokenmill.errors import InvalidArgument
+from tokenmill.errors import InvalidArgument, RequestFailed
 from tokenmill.flags import add_engine_flags, add_sampling_flags, given
 from tokenmill.sampling_params import SamplingParams
 
@@ -177,7 +177,7 @@ def _generate(options: argparse.Namespace) -> int:
     write = _write_json if options.json else _TextWriter(several=len(prompts) * sampling.n > 1)
     with _open_engine(options) as engine:
         if options.stream:
-            chunks = engine.generate(prompts, sampling, stream=True)
+            chunks = engine.generate(prompts, sampling, stream=True, on_error="raise")
             results: Iterable[Any] = _in_order(chunks, len(prompts) * sampling.n)
         else:
             results = enumerate(engine.generate(prompts, sampling))
@@ -271,18 +271,19 @@ def _typed_lines() -> Iterator[str]:
 def _turn(
     engine: Engine, messages: list[dict[str, str]], line: str, *, sampling: SamplingParams
 ) -> list[dict[str, str]]:
-    """Print the answer to one message; returns the conversation with both, or as it was if it is full."""
+    """Print the answer to one message; returns the conversation with both, or as it was if that failed."""
     asked = [*messages, {"role": "user", "content": line}]
+    answer = ""
     try:
-        chunks = engine.chat(asked, sampling, stream=True)
-    except InvalidArgument as error:  # the conversation has become too long
+        for chunk in engine.chat(asked, sampling, stream=True, on_error="raise"):
+            print(chunk["text"], end="", flush=True)
+            answer += chunk["text"]
+    except (InvalidArgument, RequestFailed) as error:  # the conversation has become too long, for example
+        if answer:
+            print(flush=True)
         _complain(error)
         print(f"this message was dropped; {_CHAT_COMMANDS}", file=sys.stderr)
         return messages
-    answer = ""
-    for chunk in chunks:
-        print(chunk["text"], end="", flush=True)
-        answer += chunk["text"]
     print(flush=True)
     return [*asked, {"role": "assistant", "content": answer.strip()}]
 
