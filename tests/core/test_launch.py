@@ -14,7 +14,7 @@ import pytest
 
 from tests.core.conftest import FACTS
 from tokenmill.config import EngineConfig
-from tokenmill.core.launch import CoreThread
+from tokenmill.core.launch import CoreThread, start_core
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
 from tokenmill.messages import EngineFacts, Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
@@ -229,3 +229,18 @@ def test_an_error_while_loading_reaches_the_caller_and_ends_the_thread(ears: Ear
         if thread.name == "tokenmill-core":
             thread.join(10)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("core_process", [False, True])
+def test_a_grammar_backend_that_is_not_there_is_told_before_any_loading(
+    ears: Ears, monkeypatch: pytest.MonkeyPatch, core_process: bool
+) -> None:
+    def load(config: EngineConfig) -> CountingRunner:
+        raise AssertionError("nothing is to be loaded")
+
+    monkeypatch.setattr("tokenmill.runner.start", load)
+    monkeypatch.setattr("tokenmill.core.process.CoreProcess.start", load)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = EngineConfig(grammar_backend="xgrammar", core_process=core_process)
+    with pytest.raises(InvalidArgument, match=r"tokenmill\[xgrammar\]"):
+        start_core(config, deliver=ears.deliver, died=ears.died)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
-from tokenmill.grammar.backends import check_backend, open_backend
+from tokenmill.grammar.backends import open_backend
 from tokenmill.messages import BoolArray, EngineFacts, Finish, Grammar, IntArray, Request, TokenMasks
 
 Words = tuple[tuple[int, np.int32], ...]
@@ -234,12 +234,11 @@ def _refusal(grammar: Grammar, error: BadGrammar) -> Finish:
 
 
 def build_grammars(config: EngineConfig, facts: EngineFacts) -> Grammars:
-    """Raises `InvalidArgument` if the configured backend is not there.
+    """The grammars of an engine, with a backend that `check_backend` knows to be there.
 
     The library reads a large vocabulary in half a second. On a GPU, where a start takes seconds anyway, it
     does so at once; on a CPU with the first grammar.
     """
-    check_backend(config)
     compiler = Compiler(partial(open_backend, config, facts.vocab_size))
     if facts.device != "cpu" and not config.skip_tokenizer_init and config.grammar_backend != "none":
         compiler.prepare()

@@ -16,6 +16,7 @@ from tokenmill.core.loop import Call, Cancel, Close, Inbox, Submit, build_loop
 from tokenmill.core.restart import LastingCore
 from tokenmill.core.watchdog import Pulse, Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
+from tokenmill.grammar.backends import check_backend
 from tokenmill.messages import AnswerSink, Core, DeathSink, EngineFacts, Need, Request, Runner, Sink
 
 _log = logging.getLogger("tokenmill")
@@ -25,7 +26,9 @@ def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
     """Load the model and start the loop; returns when requests can be submitted.
 
     `deliver` gets the Outputs of a step, `died` the error that ended the loop, each from a core thread.
+    Raises `InvalidArgument` for a grammar backend that is not there, before any loading.
     """
+    check_backend(config)
     if config.core_process:
         return OwnCore(LastingCore(config, deliver=deliver, died=died))
     return OwnCore(CoreThread(partial(runner.start, config), config, deliver=deliver, died=died))
