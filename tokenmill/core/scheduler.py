@@ -348,14 +348,10 @@ class Scheduler:
         rows, slots = self._rows, plan.slots[: plan.num_decodes]
         ended = np.flatnonzero(rows.computed[slots] >= rows.end[slots])
         for index in ended.tolist():
-            self._drain(decodes[index])
+            self._vacate(decodes[index], Phase.DRAINING)
         for state in prefills:
             if rows.computed[state.slot] >= rows.end[state.slot]:
-                self._drain(state)
-
-    def _drain(self, state: RequestState) -> None:
-        """The last draw of a request is launched: only results are missing."""
-        self._vacate(state, Phase.DRAINING)
+                self._vacate(state, Phase.DRAINING)
 
     def compiled(self, request_id: str, outcome: Guide | Finish) -> list[Output]:
         """Queue a request whose grammar is compiled, or end it. Ids that have ended are ignored."""
