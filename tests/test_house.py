@@ -422,7 +422,9 @@ def text_files() -> Iterator[Path]:
     folders = ["tokenmill", "tests", "docs", "examples", "benchmarks", "scripts", "tools", ".ci"]
     for path in [*ROOT.iterdir(), *(p for folder in folders for p in (ROOT / folder).rglob("*"))]:
         is_text = path.suffix in {".py", ".md", ".toml", ".sh", ""} or path.parent.name == "scripts"
-        if path.is_file() and is_text and path.name != "LICENSE" and "__pycache__" not in path.parts:
+        # In a worktree `.git` is a file, which says where the repository is.
+        is_ours = path.name not in ("LICENSE", ".git") and "__pycache__" not in path.parts
+        if path.is_file() and is_text and is_ours:
             yield path
 
 
