@@ -6,7 +6,7 @@ Everything here is plain data without torch, so that it can cross a thread or a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
@@ -240,10 +240,6 @@ DeathSink = Callable[[BaseException], None]
 # ── core <-> runner ───────────────────────────────────────────────────────────────────────────
 
 
-def _ints(values: Sequence[int] = ()) -> IntArray:
-    return np.asarray(values, dtype=np.int32)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowExtras:
     """What a row needs beyond a draw from the distribution of its logits. Most rows need nothing of it."""
@@ -282,7 +278,7 @@ class RowStarts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step as columns of integers: `R` rows, `T` prompt tokens, `P` page-table entries, `C` copies.
+    """One step as columns of integers: `R` rows, `T` prompt tokens, `P` page-table entries.
 
     Rows that decode (one token, known only to the device) come first, then rows that prefill.
     A row is a persistent place on the device (`slot`); it holds last token, page table, parameters.
@@ -298,8 +294,6 @@ class StepPlan:
     page_groups: IntArray  # [P] page group,
     page_columns: IntArray  # [P] position in the row's table,
     page_ids: IntArray  # [P] page
-    copy_sources: IntArray = field(default_factory=_ints)  # [C] pages copied before the step
-    copy_targets: IntArray = field(default_factory=_ints)  # [C]
     new_rows: RowStarts | None = None
 
 

@@ -63,11 +63,6 @@ class PagePool:
     def num_bytes(self) -> int:
         return sum(storage.numel() * storage.element_size() for storage in self._storage)
 
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole pages in every layer; `sources` and `targets` are int64 of equal length."""
-        for storage in self._storage:
-            storage[:, targets] = storage[:, sources]
-
 
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As `torch.zeros`; on a CPU the system gives zeroed memory when it is first touched."""

@@ -145,8 +145,6 @@ class LocalRunner:
         if self._threads is not None:
             self._threads.follow()
         with torch.inference_mode():
-            if len(plan.copy_sources):
-                self._copy_pages(plan)
             runnable = self._quarantine.start(plan)
             if runnable is None:
                 self._launched = _Launched(plan, plan, [])
@@ -288,11 +286,6 @@ class LocalRunner:
                     self._graphs.draws.expect(made, needs)
         except Exception as error:  # a step will tell
             self._quarantine.judge(error)
-
-    def _copy_pages(self, plan: StepPlan) -> None:
-        sources = torch.from_numpy(plan.copy_sources.astype(np.int64)).to(self._device)
-        targets = torch.from_numpy(plan.copy_targets.astype(np.int64)).to(self._device)
-        self._executor.pool.copy_pages(sources, targets)
 
     def _with_weights(self, work: Callable[..., Any], **arguments: Any) -> Any:
         """Do something to the weights, which on a CPU puts them elsewhere."""
