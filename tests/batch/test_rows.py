@@ -171,13 +171,12 @@ def test_texts_become_chats() -> None:
     assert item({"messages": own}, system="Be brief.") == {"messages": own}
 
 
-def test_tools_and_template_variables_go_with_messages() -> None:
+def test_tools_go_with_messages() -> None:
     tools = [{"type": "function", "function": {"name": "look"}}]
-    expected = {"messages": HELLO, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
-    options = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert item({"messages": HELLO, "tools": tools}, chat_options=options) == expected
-    assert item({"messages": HELLO, "tools": json.dumps(tools)}, chat_options=options) == expected
-    assert item({"prompt": "Hello", "tools": tools}, chat_options=options) == {"prompt": "Hello"}
+    expected = {"messages": HELLO, "tools": tools}
+    assert item({"messages": HELLO, "tools": tools}) == expected
+    assert item({"messages": HELLO, "tools": json.dumps(tools)}) == expected
+    assert item({"prompt": "Hello", "tools": tools}) == {"prompt": "Hello"}
     assert item({"messages": HELLO, "tools": None}) == {"messages": HELLO}
 
 
@@ -209,15 +208,11 @@ def test_null_says_so_at_every_depth_but_not_in_lists() -> None:
 # ── parameters ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_parameters_of_a_row_go_over_those_of_the_job() -> None:
-    common = {"temperature": 0, "max_new_tokens": 8}
-    fields = {"prompt": "a", "sampling_params": {"max_new_tokens": 2}}
-    expected = {"temperature": 0, "max_new_tokens": 2}
-    assert item(fields, sampling_params=common)["sampling_params"] == expected
-    text = {"prompt": "a", "sampling_params": '{"max_new_tokens": 2}'}
-    assert item(text, sampling_params=common)["sampling_params"] == expected
-    empty = {"prompt": "a", "sampling_params": ""}
-    assert item(empty, sampling_params=common)["sampling_params"] == common
+def test_parameters_of_a_row_may_be_json() -> None:
+    expected = {"max_new_tokens": 2}
+    assert item({"prompt": "a", "sampling_params": expected})["sampling_params"] == expected
+    assert item({"prompt": "a", "sampling_params": '{"max_new_tokens": 2}'})["sampling_params"] == expected
+    assert item({"prompt": "a", "sampling_params": ""}) == {"prompt": "a"}
     renamed = {"prompt": "a", "knobs": {"top_k": 3}}
     assert item(renamed, params_column="knobs")["sampling_params"] == {"top_k": 3}
 

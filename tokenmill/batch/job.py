@@ -51,11 +51,7 @@ if TYPE_CHECKING:
 
 _JOB_ARGUMENTS = {field.name for field in dataclasses.fields(JobConfig)}
 # Those that say how a prompt is made of columns.
-_FORM_ARGUMENTS = tuple(
-    field.name
-    for field in dataclasses.fields(RowForm)
-    if field.name in _JOB_ARGUMENTS and field.name != "sampling_params"
-)
+_FORM_ARGUMENTS = tuple(field.name for field in dataclasses.fields(RowForm))
 
 # Options that say what results show, which OpenAI's bodies ask for in their own way.
 _SHAPING_OPTIONS = {
@@ -307,7 +303,7 @@ class BatchJob:
             return
         self._check_openai()
         for field in dataclasses.fields(RowForm):
-            if getattr(form, field.name) not in (field.default, {}):
+            if getattr(form, field.name) != field.default:
                 raise InvalidArgument(
                     f"{field.name} says how prompts are made of columns, but the input is a file of OpenAI's "
                     "batch API, whose rows say it themselves; leave it out"

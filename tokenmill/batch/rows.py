@@ -7,7 +7,7 @@ parameter may be is checked where it is used, in the frontend.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokenmill.batch.input_record import Record, Source, bad_parameters
@@ -43,10 +43,7 @@ class RowForm:
     system: str | None = None  # a message put before those of each row that has none of this role
     as_chat: bool = False  # a text is a message of the user, not the prompt itself
     tools_column: str | None = None  # for rows of messages; by default `tools`, where it is there
-    params_column: str | None = None  # a dict over `sampling_params`; by default of this name, if there
-    sampling_params: Mapping[str, Any] = field(default_factory=dict)  # of all rows
-    # Other keys of the items with messages, such as chat_template_kwargs.
-    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    params_column: str | None = None  # a dict; by default `sampling_params`, where it is there
 
 
 class ColumnRows:
@@ -85,12 +82,9 @@ class ColumnRows:
                 f"{self._form.tools_column} holds tools, which only a chat can use; give messages, or "
                 "as_chat for texts of a user"
             )
-        if is_chat:
-            item |= self._form.chat_options
         if tools:
             item["tools"] = tools
-        params = _optional(fields, self._form.params_column, "sampling_params", dict) or {}
-        params = {**self._form.sampling_params, **self._given(params)}
+        params = self._given(_optional(fields, self._form.params_column, "sampling_params", dict))
         # Without parameters of its own, a row shares those of all, which are read once.
         return {**item, "sampling_params": params} if params else item
 
