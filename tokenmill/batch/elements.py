@@ -28,15 +28,14 @@ def add(parent: Element, child: Child) -> None:
         parent.text = (parent.text or "") + child
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None) -> Element:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Element:
     """A table whose first column names its rows; it scrolls by itself where it is too wide."""
     body = [
         element("tr", *(element("td" if i else "th", cell, **_scope(i)) for i, cell in enumerate(row)))
         for row in rows
     ]
     header = element("thead", element("tr", *(element("th", name, scope="col") for name in head)))
-    title = None if caption is None else element("caption", caption)
-    made = element("table", title, header if any(head) else None, element("tbody", *body))
+    made = element("table", header if any(head) else None, element("tbody", *body))
     return element("div", made, class_="scroll")
 
 

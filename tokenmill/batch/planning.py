@@ -39,13 +39,12 @@ def plan_job(
     sampling_params: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     keys: Keys | None = None,
-    mean_output_tokens: float | None = None,
 ) -> Plan:
     """What answering every row of the source would take, if none was answered before. Runs nothing of it.
 
     The source is read once; of more than 8,192 rows, groups of neighbours are looked at and the others taken
     to be like them. `sampling_params` and `options` are of all rows; with `keys`, rows that ask for the same
-    count once. `mean_output_tokens`: see `Engine.plan`.
+    count once.
     """
     sample = _sample(source)
     began = time.perf_counter()
@@ -58,7 +57,6 @@ def plan_job(
         invalid_rows=sample.of_all(read.num_invalid),
         duplicate_rows=sample.of_all(read.num_duplicates),
         sampled_rows=None if sample.is_all else sample.num_seen,
-        mean_output_tokens=mean_output_tokens,
         reading_seconds=time.perf_counter() - began,
     )
 

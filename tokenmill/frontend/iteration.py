@@ -203,15 +203,14 @@ class Flow:
         has_text: bool,
         owner: object,
     ) -> None:
-        """`chunk` is how many rows come at a time at most; it grows where more come. At most `most_requests`
-        are with the core at once, or those of a single row."""
+        """At most `most_requests` are with the core at once, or those of a single row."""
         self.window = window
         self._most_requests = most_requests
         self._num_requests = 0  # that are with the core
         self.num_held = 0  # rows that were added and not handed out
         self._client = client
         self._keeps_order = keeps_order
-        self.chunk = 0
+        self.chunk = 0  # rows that come at a time at most; it grows where more come
         self._has_text = has_text
         self._owner = owner
         self._closed = False

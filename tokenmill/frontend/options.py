@@ -66,9 +66,8 @@ class GenerateOptions(TypedDict, total=False):
     on_error: Any
 
 
-# Hints that never change a result; without the feature there is nothing to do.
-_HINTS = {"kv_hints", "external_trace_header", "session_id"}
-# Features to come, with what "off" looks like besides None; for the ranks, the only replica there is.
+# Features to come, with what "off" looks like besides None; for the ranks, the only replica there is. Not
+# among them are hints that never change a result: `kv_hints`, `external_trace_header` and `session_id`.
 _LATER: dict[str, tuple[Any, ...]] = {
     "image_data": (),
     "audio_data": (),
