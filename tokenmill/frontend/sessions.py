@@ -422,12 +422,12 @@ def _read_wish(value: Any) -> _Wish:
             raise UnknownArgument(f"session_params has no key {show(key)}.{hint}")
     given = {key: item for key, item in value.items() if item is not None}
     if ("id" in given) == ("session_id" in given):
-        has = "has both id and session_id" if given.get("id") else "names no session"
+        has = "has both id and session_id" if "id" in given else "names no session"
         raise InvalidArgument(f"session_params {has}; give the id that open_session returned as 'id'")
-    session_id = given.get("id", given.get("session_id"))
+    name = "id" if "id" in given else "session_id"
     rid = given.get("rid")
     return _Wish(
-        check_text("session_params['id']", session_id),
+        check_text(f"session_params[{name!r}]", given[name]),
         None if rid is None else check_text("session_params['rid']", rid),
         check_whole("session_params['offset']", given.get("offset", 0), minimum=-(2**63)),
         check_flag("session_params['replace']", given.get("replace", False)),
