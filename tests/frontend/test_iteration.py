@@ -14,6 +14,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,23 @@ def test_an_id_in_flight_fails_its_row_and_is_free_afterwards(engine: sgl.Engine
     gate.set()
     assert next(results)["text"] == "first"
     assert [result["text"] for result in engine.iter(items[1:])] == ["second"]
+
+
+class Torn(dict[str, Any]):
+    """Cannot be asked."""
+
+    def get(self, *_: Any) -> Any:
+        raise OSError("torn")
+
+
+@pytest.mark.parametrize(
+    ("item", "name"),
+    [({"rid": "a"}, "a"), (MappingProxyType({"rid": "a"}), "a"), (Torn(rid="a"), ""), ({"rid": 1}, "")],
+)
+def test_a_row_that_cannot_run_keeps_its_name(engine: sgl.Engine, item: Any, name: str) -> None:
+    [result] = engine.iter([item])
+    assert result["error"] is not None
+    assert result["meta_info"]["id"] == name
 
 
 def test_the_first_error_is_raised_on_demand(engine: sgl.Engine, cores: list[Any]) -> None:

@@ -172,7 +172,11 @@ class RowRunner:
 
 
 def _rid(item: Any) -> str:
-    rid = item.get("rid") if isinstance(item, dict) else None
+    """What the caller of a row that cannot run has called it."""
+    try:
+        rid = item.get("rid") if isinstance(item, Mapping) else None
+    except Exception:  # an item may be anything at all
+        return ""
     return rid if isinstance(rid, str) else ""
 
 
