@@ -6,7 +6,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -50,14 +50,17 @@ def remember(cache: Cache, token_ids: Sequence[int], namespace: bytes = b"") -> 
     cache.release(row)
 
 
+def place_of(state: RequestState) -> int:
+    """Its place among all, of which tests make the ids."""
+    return int(state.request.id)
+
+
 def states(make_request: Make, prompts: Sequence[Sequence[int]]) -> list[RequestState]:
-    return [
-        RequestState(make_request(str(index), prompt), arrival=index) for index, prompt in enumerate(prompts)
-    ]
+    return [RequestState(make_request(str(index), prompt)) for index, prompt in enumerate(prompts)]
 
 
 def drain(queue: WaitingQueue) -> list[int]:
-    return [queue.pop().arrival for _ in range(len(queue))]
+    return [place_of(queue.pop()) for _ in range(len(queue))]
 
 
 def test_the_table_has_what_the_configuration_offers() -> None:
@@ -90,8 +93,8 @@ def test_only_the_prefixes_of_its_own_namespace_count(cache: Cache, make_request
         make_request("3", [2, 2], cache_namespace=b"b"),
     ]
     queue = WaitingQueue(create_policy("lpm", cache))
-    for arrival, request in enumerate(requests):
-        queue.add(RequestState(request, arrival=arrival))
+    for request in requests:
+        queue.add(RequestState(request))
     assert drain(queue) == [2, 1, 0, 3], "what nobody shares stands together by namespace"
 
 
@@ -99,7 +102,7 @@ def test_longest_output_first(cache: Cache, make_request: Make) -> None:
     queue = WaitingQueue(create_policy("lof", cache))
     lengths = [random.Random(index).randrange(50) for index in range(3000)]
     for index, length in enumerate(lengths):
-        queue.add(RequestState(make_request(str(index), [1], length), arrival=index))
+        queue.add(RequestState(make_request(str(index), [1], length)))
     assert drain(queue) == sorted(range(3000), key=lambda index: (-lengths[index], index))
 
 
@@ -142,7 +145,7 @@ def test_a_window_is_ordered_at_a_time(cache: Cache, make_request: Make) -> None
     queue = WaitingQueue(Shortest(cache))
     for state in states(make_request, [[0] * size for size in (5, 4, 3, 2, 1, 9, 8, 7, 6)]):
         queue.add(state)
-    assert queue.pop().arrival == 3
+    assert place_of(queue.pop()) == 3
     assert drain(queue) == [2, 1, 0, 4, 7, 6, 5, 8]
 
 
@@ -154,7 +157,7 @@ def test_preempted_requests_go_first_the_oldest_before_the_others(cache: Cache, 
     queue.add(fourth)
     queue.add_retracted(second)  # the youngest is preempted first
     queue.add_retracted(first)
-    assert [state.arrival for state in queue] == [0, 1, 2, 3]
+    assert [*map(place_of, queue)] == [0, 1, 2, 3]
     assert queue.peek() is first
     assert drain(queue) == [0, 1, 2, 3]
 
@@ -189,13 +192,13 @@ def test_a_priority_queue_is_a_sorted_list(
     running: list[RequestState] = []
 
     def rank(state: RequestState) -> tuple[int, bool, int]:
-        place = state.age if state.num_retractions else state.arrival
+        place = state.age if state.num_retractions else place_of(state)
         return (-state.urgency, not state.num_retractions, place)
 
     for arrival, (operation, number) in enumerate(operations):
         if operation == "add":
             request = make_request(str(arrival), [1], 5)
-            waiting.append(RequestState(request, arrival=arrival, urgency=number % 4))
+            waiting.append(RequestState(request, urgency=number % 4))
             queue.add(waiting[-1])
         elif operation == "push back" and running:
             # The youngest of some urgency, as the scheduler does.
@@ -236,7 +239,7 @@ def test_a_request_is_put_into_order_once_however_long_the_queue(
     monkeypatch.setattr(kind, "ordered", counting)
     queue = WaitingQueue(create_policy(policy, cache))
     for arrival in range(3000):
-        queue.add(RequestState(make_request(str(arrival), [1, 2, 3]), arrival=arrival))
+        queue.add(RequestState(make_request(str(arrival), [1, 2, 3])))
     assert queue.peek() is queue.peek()
     assert num_ordered == kind.window
     drain(queue)
@@ -259,11 +262,11 @@ def test_no_group_is_parted_and_the_longest_goes_first_at_every_fork(
     cache: Cache, make_request: Make, rows: list[tuple[list[int], int]]
 ) -> None:
     waiting = [
-        RequestState(make_request(str(index), [0, *prompt], limit), arrival=index)
+        RequestState(make_request(str(index), [0, *prompt], limit))
         for index, (prompt, limit) in enumerate(rows)
     ]
     order = create_policy("lpm", cache).ordered(waiting)
-    assert sorted(order, key=lambda each: each.arrival) == waiting
+    assert sorted(order, key=place_of) == waiting
     groups: dict[tuple[int, ...], list[int]] = {(): list(range(len(order)))}
     for place, state in enumerate(order):
         for prefix in prefixes_of(state, cache.page_size):
@@ -344,12 +347,14 @@ def test_rows_that_come_in_windows_are_ordered_window_by_window(harness: Make, m
     loop = harness(policy="lpm", num_pages=400, max_rows=4, page_size=4)
     rows = [make_request(str(index), [*([index % 8] * 8), index % 5, index % 3], 3) for index in range(160)]
     waiting = iter(rows)
-    loop.submit(*(next(waiting) for _ in range(40)))
+    num_sent = 40
+    loop.submit(*islice(waiting, num_sent))
     while not loop.scheduler.idle:
         loop.step()
         num_done = sum(outputs[-1].finish is not None for outputs in loop.outputs.values())
-        num_sent = loop.scheduler._num_arrived
-        loop.submit(*(each for _ in range(num_done + 40 - num_sent) if (each := next(waiting, None))))
+        new = list(islice(waiting, num_done + 40 - num_sent))
+        num_sent += len(new)
+        loop.submit(*new)
     assert len(loop.outputs) == 160
     # The eight prefixes of two pages once, the rest of each prompt, and the tokens that are read back.
     assert loop.mill.num_computed == 8 * 8 + 160 * 2 + 160 * 2
@@ -359,16 +364,15 @@ def test_whoever_names_no_limit_may_write_longest(cache: Cache, make_request: Ma
     open_end = make_request("0", [1], 3)
     object.__setattr__(open_end, "params", SamplingParams(max_new_tokens=None))
     requests = [make_request("1", [2], 50), open_end, make_request("2", [3], 4)]
-    waiting = [RequestState(each, arrival=index) for index, each in enumerate(requests)]
-    assert [each.arrival for each in create_policy("lpm", cache).ordered(waiting)] == [1, 0, 2]
+    waiting = [RequestState(each) for index, each in enumerate(requests)]
+    assert [*map(place_of, create_policy("lpm", cache).ordered(waiting))] == [0, 1, 2]
 
 
 def test_a_window_of_deep_prefixes_is_ordered_quickly(make_request: Make) -> None:
     """Prompts that grow page by page: each is the prefix of the next."""
     cache = Cache(num_pages=64, page_size=2)
     waiting = [
-        RequestState(make_request(str(index), [0] * (2 * index + 1), 1 + index % 7), arrival=index)
-        for index in range(1024)
+        RequestState(make_request(str(index), [0] * (2 * index + 1), 1 + index % 7)) for index in range(1024)
     ]
     began = time.perf_counter()
     order = create_policy("lpm", cache).ordered(waiting)

@@ -86,7 +86,7 @@ def test_a_cycle_that_is_too_long_and_a_line_of_dashes_are_left_alone() -> None:
 
 def test_tokens_drawn_before_a_core_was_replaced_count(make_request: Callable[..., Any]) -> None:
     request = make_request("a", [1], 50, max_repetitions=3)
-    state = RequestState(dataclasses.replace(request, output_ids=(7,) * 12), arrival=0)
+    state = RequestState(dataclasses.replace(request, output_ids=(7,) * 12))
     state.load_tokens()
     ends = []
     for _ in range(4):

@@ -16,16 +16,16 @@ Make = Callable[..., Any]
 
 
 def test_a_new_request_waits_and_owns_nothing(make_request: Make) -> None:
-    state = RequestState(make_request("a", [1, 2, 3], 5), arrival=7)
+    state = RequestState(make_request("a", [1, 2, 3], 5))
     assert (state.phase, state.slot, state.pages) == (Phase.WAITING, NO_SLOT, None)
-    assert (state.total, state.limit, state.arrival) == (3, 8, 7)
+    assert (state.total, state.limit) == (3, 8)
     assert state.is_ready
     assert not state.tokens, "the ids are copied at admission only"
 
 
 def test_tokens_are_loaded_once_and_are_not_the_callers(make_request: Make) -> None:
     request = make_request("a", [1, 2, 3])
-    state = RequestState(request, arrival=0)
+    state = RequestState(request)
     state.load_tokens()
     state.tokens.append(9)
     state.load_tokens()
@@ -35,7 +35,7 @@ def test_tokens_are_loaded_once_and_are_not_the_callers(make_request: Make) -> N
 
 
 def test_a_request_is_ready_when_all_its_draws_are_known(make_request: Make) -> None:
-    state = RequestState(make_request("a", [1, 2]), arrival=0)
+    state = RequestState(make_request("a", [1, 2]))
     state.load_tokens()
     state.total = 4
     for token in (5, 6):
@@ -47,7 +47,7 @@ def test_a_request_is_ready_when_all_its_draws_are_known(make_request: Make) -> 
 def test_reports_are_due_at_the_first_token_at_the_interval_and_never_after_the_limit(
     make_request: Make,
 ) -> None:
-    state = RequestState(make_request("a", [1, 2], 6, report_interval=3), arrival=0)
+    state = RequestState(make_request("a", [1, 2], 6, report_interval=3))
     state.load_tokens()
     assert state.due_at == 3
     state.tokens.append(6)
@@ -65,7 +65,7 @@ def test_reports_are_due_at_the_first_token_at_the_interval_and_never_after_the_
 
 
 def test_without_an_interval_only_the_end_is_due(make_request: Make) -> None:
-    state = RequestState(make_request("a", [1, 2], 5), arrival=0)
+    state = RequestState(make_request("a", [1, 2], 5))
     assert state.due_at == 7
 
 

@@ -311,7 +311,7 @@ class Loop:
         for message in held:
             if isinstance(message, Submit):
                 ending = [request for request in message.requests if request.id in ids]
-                self._send([RequestState(each, arrival=0).report(finish(each)) for each in ending])
+                self._send([RequestState(each).report(finish(each)) for each in ending])
                 message = Submit([request for request in message.requests if request.id not in ids])
             self._held.append(message)
 

@@ -49,7 +49,6 @@ class RequestState:
     __slots__ = (
         "admitted_seconds",
         "age",
-        "arrival",
         "cached_tokens",
         "due_at",
         "extras",
@@ -73,9 +72,8 @@ class RequestState:
         "watched_from",
     )
 
-    def __init__(self, request: Request, *, arrival: int, urgency: int = 0) -> None:
+    def __init__(self, request: Request, *, urgency: int = 0) -> None:
         self.request = request
-        self.arrival = arrival
         self.urgency = urgency  # the larger, the sooner; equal for all while priorities are off
         self.age = NEVER_ADMITTED  # number of the first admission: the smaller, the older
         self.phase = Phase.WAITING if request.grammar is None else Phase.COMPILING

@@ -54,7 +54,6 @@ class Scheduler:
         self._queue = PriorityQueue(policy) if priorities.enabled else WaitingQueue(policy)
         self._rows = Rows(limits.max_rows)
         self._states: dict[str, RequestState] = {}  # everything not finished
-        self._num_arrived = 0
         self._num_admitted = 0
         self._num_compiling = 0
         self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
@@ -111,10 +110,8 @@ class Scheduler:
         ended: list[Output] = []
         for request in requests:
             assert request.id not in self._states, f"request id {request.id!r} is in use"
-            urgency = self._priorities.urgency(request)
-            state = RequestState(request, arrival=self._num_arrived, urgency=urgency)
+            state = RequestState(request, urgency=self._priorities.urgency(request))
             assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
-            self._num_arrived += 1
             if refusal := self._priorities.refusal(request):
                 ended.append(state.report(refusal))
                 continue
