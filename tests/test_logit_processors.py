@@ -349,6 +349,17 @@ def test_a_processor_knows_requests_by_the_ids_of_their_results(llm: sgl.Engine)
     assert seen == {result["meta_info"]["id"] for result in [*named, *unnamed, *iterated]}
 
 
+def test_logits_of_another_shape_are_told(llm: sgl.Engine) -> None:
+    """Also where a processor has changed what it was given."""
+
+    def resize(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        return logits.resize_(1)
+
+    params = {"max_new_tokens": 2}
+    result = llm.generate("a", params, custom_logit_processor=resize, on_error="return")
+    assert "it must return logits of shape (1, " in result["error"]["message"]
+
+
 def test_a_failing_row_fails_alone(llm: sgl.Engine) -> None:
     """Its neighbour in the same call of the processor goes on."""
     good = {"max_new_tokens": 4, "custom_params": {"token_ids": [1]}}

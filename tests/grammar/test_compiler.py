@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 
 class SlowLibrary:
-    """Compiles `wait` when it is released, fails on `bad` and `broken`, and counts."""
+    """Compiles `wait` and the like when it is released, fails on `bad` and `broken`, and counts."""
 
     num_words = 1
 
@@ -24,7 +25,7 @@ class SlowLibrary:
 
     def compile(self, grammar: Grammar) -> Any:
         self.compiled.append(grammar.text)
-        if grammar.text == "wait":
+        if grammar.text.startswith("wait"):
             self.released.wait(60)
         if grammar.text == "bad":
             raise BadGrammar("it is bad")
@@ -92,6 +93,55 @@ def test_slow_grammars_are_given_up_and_block_nobody(library: SlowLibrary) -> No
             future.result(10)
     library.released.set()
     assert compiler.compile(regex("later")).result(10) == "template of later"
+    compiler.close()
+
+
+def wait_until(library: SlowLibrary, count: int) -> None:
+    """So many grammars are being compiled or were."""
+    deadline = time.monotonic() + 10
+    while len(library.compiled) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_slow_grammars_hold_up_nobody_even_before_they_are_given_up(
+    library: SlowLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill.grammar.compiler._LONG_SECONDS", 0.02)
+    compiler = Compiler(lambda: library)
+    slow = [compiler.compile(regex(f"wait {number}")) for number in range(5)]
+    assert compiler.compile(regex("quick")).result(10) == "template of quick"
+    assert not any(future.done() for future in slow)
+    library.released.set()
+    assert [future.result(10) for future in slow] == [f"template of wait {number}" for number in range(5)]
+    assert compiler.compile(regex("later")).result(10) == "template of later"
+    compiler.close()
+
+
+def test_only_so_many_are_compiled_at_once(library: SlowLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.grammar.compiler._LONG_SECONDS", 0.01)
+    monkeypatch.setattr("tokenmill.grammar.compiler._MOST_REPLACED", 2)
+    compiler = Compiler(lambda: library)
+    slow = [compiler.compile(regex(f"wait {number}")) for number in range(9)]
+    wait_until(library, 4)
+    time.sleep(0.2)
+    assert len(library.compiled) == 4
+    library.released.set()
+    assert all(future.result(10) for future in slow)
+    compiler.close()
+
+
+def test_short_texts_go_first(library: SlowLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.grammar.compiler._NUM_THREADS", 1)
+    compiler = Compiler(lambda: library)
+    compiler.compile(regex("wait"))
+    wait_until(library, 1)
+    last = compiler.compile(regex("long" * 10))
+    for text in ("bb", "aaa", "a", "cc"):
+        compiler.compile(regex(text))
+    library.released.set()
+    last.result(10)
+    assert library.compiled == ["wait", "a", "bb", "cc", "aaa", "long" * 10]
     compiler.close()
 
 

@@ -1,7 +1,8 @@
 """Compiles grammars in threads of its own, each grammar once: owns the cache and the time limit.
 
-A library cannot be interrupted. A thread whose compilation runs out of time is given up and replaced; it ends
-by itself when the library comes back, or with the process.
+A library cannot be interrupted. A compilation that runs out of time is given up; its thread ends when the
+library comes back, or with the process. So that few hold up many, short texts go first, and a thread that
+takes long over one is replaced: it does no other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ logger = logging.getLogger("tokenmill")
 
 SECONDS = 10.0
 _NUM_THREADS = 2
+# A thread is replaced after so long, while no more than so many others are, all of them busy.
+_LONG_SECONDS = 1.0
+_MOST_REPLACED = 6
 _CAPACITY = 1024
 # A library sets much up when it meets its first schema.
 _SMALL = Grammar("json_schema", "{}")
@@ -37,8 +41,11 @@ class Compiler:
         self._seconds = seconds
         self._capacity = capacity
         self._cache: OrderedDict[Grammar, Future[Template]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._num_threads = 0
+        self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._num_threads = 0  # that will do another job
+        self._num_jobs = 0
+        self._num_replaced = 0  # threads that are still busy
+        self._replacing = threading.Lock()
         self._opening = threading.Lock()
         self._backend: Backend | None = None
 
@@ -51,7 +58,8 @@ class Compiler:
         if known is not None:
             self._cache.move_to_end(grammar)
             return known
-        job = _Job(grammar)
+        job = _Job(grammar, self._num_jobs)
+        self._num_jobs += 1
         self._cache[grammar] = job.future
         if len(self._cache) > self._capacity:
             self._cache.popitem(last=False)
@@ -83,54 +91,82 @@ class Compiler:
     def close(self) -> None:
         """End the threads that are idle; the others when they are done."""
         for _ in range(self._num_threads):
-            self._jobs.put(None)
+            self._jobs.put(_Job(None, -1))
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if not self._do(job):
-                return  # given up: another thread works in this one's place
+        while (grammar := (job := self._jobs.get()).grammar) is not None:
+            self._do(job, grammar)
+            with self._replacing:
+                job.is_over = True
+                if job.is_replaced:
+                    self._num_replaced -= not job.is_given_up
+                    return  # another thread works in this one's place
 
-    def _do(self, job: _Job) -> bool:
-        """Whether the job was done in time."""
+    def _do(self, job: _Job, grammar: Grammar) -> None:
         try:
             backend = self.backend()
         except Exception as error:
-            return job.end(error if isinstance(error, BadGrammar) else BadGrammar(f"no backend: {error}"))
-        timer = threading.Timer(self._seconds, self._give_up, [job])
-        timer.daemon = True
-        timer.start()
+            job.end(error if isinstance(error, BadGrammar) else BadGrammar(f"no backend: {error}"))
+            return
+        timers = [
+            threading.Timer(_LONG_SECONDS, self._replace, [job]),
+            threading.Timer(self._seconds, self._give_up, [job]),
+        ]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
         try:
-            outcome: Template | BadGrammar = backend.compile(job.grammar)
+            outcome: Template | BadGrammar = backend.compile(grammar)
         except BadGrammar as error:
             outcome = error
         except Exception as error:
             logger.debug("a grammar library failed", exc_info=True)
             outcome = BadGrammar(str(error).strip()[:500] or repr(error))
-        timer.cancel()
-        return job.end(outcome)
+        for timer in timers:
+            timer.cancel()
+        job.end(outcome)
+
+    def _replace(self, job: _Job) -> None:
+        """Another thread for what waits behind a job that takes long."""
+        with self._replacing:
+            if job.is_over or job.is_replaced or self._num_replaced >= _MOST_REPLACED:
+                return
+            job.is_replaced = True
+            self._num_replaced += 1
+        self._start_thread()
 
     def _give_up(self, job: _Job) -> None:
-        if job.end(BadGrammar(f"compiling it took longer than {self._seconds:g} seconds; make it simpler")):
+        """Its thread does not count any more, whenever it ends."""
+        job.end(BadGrammar(f"compiling it took longer than {self._seconds:g} seconds; make it simpler"))
+        with self._replacing:
+            if job.is_over or job.is_given_up:
+                return
+            job.is_given_up = True
+            was_replaced, job.is_replaced = job.is_replaced, True
+            self._num_replaced -= was_replaced
+        if not was_replaced:
             self._start_thread()
 
 
 class _Job:
-    """A grammar to be compiled, and its one outcome."""
+    """A grammar to be compiled, and its one outcome; without a grammar, the end of a thread."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar | None, number: int) -> None:
         self.grammar = grammar
         self.future: Future[Template] = Future()
+        self.is_over = self.is_replaced = self.is_given_up = False
+        self._place = -1 if grammar is None else len(grammar.text), number
 
-    def end(self, outcome: Template | BadGrammar) -> bool:
-        """Set the outcome; False if there is one already."""
-        try:
+    def __lt__(self, other: _Job) -> bool:
+        return self._place < other._place
+
+    def end(self, outcome: Template | BadGrammar) -> None:
+        """Set the outcome, if there is none yet."""
+        with contextlib.suppress(InvalidStateError):
             if isinstance(outcome, BadGrammar):
                 self.future.set_exception(outcome)
             else:
                 self.future.set_result(outcome)
-        except InvalidStateError:
-            return False
-        return True

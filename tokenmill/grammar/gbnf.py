@@ -82,11 +82,6 @@ def _rewritten(text: str, write: Callable[[dict[str, Expression]], str]) -> str:
     try:
         rules = _Reader(text).rules()
         _check_references(rules)
-        if (size := sum(map(_size, rules.values()))) > _MAX_SIZE:
-            raise BadGrammar(
-                f"it has {size:,} parts with its repetitions written out, the limit is {_MAX_SIZE:,}; use "
-                "smaller counts, * or +"
-            )
         return write(rules)
     except RecursionError:
         raise BadGrammar(
@@ -98,8 +93,9 @@ def _check_references(rules: dict[str, Expression]) -> None:
     if "root" not in rules:
         raise BadGrammar("it has no rule `root`")
     for name, rule in rules.items():
-        for missing in _references(rule) - rules.keys():
-            raise BadGrammar(f"rule {name!r} uses {missing!r}, which no rule defines")
+        for used in _references(rule):
+            if used not in rules:
+                raise BadGrammar(f"rule {name!r} uses {used!r}, which no rule defines")
 
 
 def _size(expression: Expression) -> int:
@@ -136,6 +132,7 @@ class _Reader:
 
     def rules(self) -> dict[str, Expression]:
         found: dict[str, Expression] = {}
+        size = 0
         self._skip(_SPACE)
         while self._at < len(self._text):
             if not _RULE.match(self._text, self._at):
@@ -145,6 +142,11 @@ class _Reader:
                 raise self._error(f"rule {name!r} is there twice")
             self._skip(re.compile(r"[ \t]*::="))
             found[name] = self._choice()
+            if (size := size + _size(found[name])) > _MAX_SIZE:
+                raise self._error(
+                    f"the grammar has {size:,} parts up to here with its repetitions written out, the limit "
+                    f"is {_MAX_SIZE:,}; use smaller counts, * or +, or fewer rules"
+                )
         return found
 
     def _choice(self) -> Expression:

@@ -34,6 +34,9 @@ _MAX_LEXER_STATES = 50_000
 _MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be left out
 # How its messages name these limits; its reasons to stop do not tell them from other failures.
 _LIMITS = re.compile("too many states|items; max is|fuel exhausted|TooComplex")
+# Letters behind a backslash in JSON, and what may ask for a control character that none of them stands for.
+_ESCAPES = 'nrbtf\\"'
+_CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[uxc]")
 # Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
 # a mask takes longer than this, or there are several locks.
 _SLOW_SECONDS = 2e-4
@@ -197,7 +200,8 @@ class LlguidanceBackend:
         schema = {"anyOf": [{}]} if text == "true" else read_schema(text)
         check_schema(schema)
         try:
-            return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options))
+            options = _options_for(schema, self._json_options)
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
         except ValueError as error:
             raise BadGrammar(str(error)) from None
 
@@ -212,7 +216,7 @@ class LlguidanceBackend:
         ]
         for index, tag in enumerate(tags):
             rest = tag.begin.removeprefix(tag.trigger)
-            schema = json.dumps(_with_options(tag.schema, self._json_options))
+            schema = json.dumps(_with_options(tag.schema, _options_for(tag.schema, self._json_options)))
             rules.append(f"head{index}[lazy]: TEXT {_quoted(tag.trigger)}")
             rules.append(f"tag{index}: head{index} {_quoted(rest)} %json {schema} {_quoted(tag.end)}")
         return str(LLMatcher.grammar_from_lark("\n".join(rules)))
@@ -231,6 +235,12 @@ def _json_options(config: EngineConfig) -> JsonCompileOptions:
     # A model that has lost the thread writes spaces for ever if it may.
     pattern = config.constrained_json_whitespace_pattern
     return {"whitespace_pattern": pattern or rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
+
+
+def _options_for(schema: Any, options: JsonCompileOptions) -> JsonCompileOptions:
+    """Without escapes of code points: the library takes a name that is spelled so for another one than its
+    plain spelling. Only control characters have no other way to be written."""
+    return options if _CONTROL.search(json.dumps(schema)) else {**options, "json_allowed_escapes": _ESCAPES}
 
 
 def _with_options(schema: Any, options: JsonCompileOptions) -> Any:

@@ -7,14 +7,16 @@ repetitions. Classes are computed by Python itself, so that `re.fullmatch` agree
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cache, lru_cache
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
 
+# Characters of a written pattern; `\\w` alone has 11,000, for the letters of all scripts.
+MAX_LENGTH = 8_000_000
 _NEWLINE: Ranges = [(10, 10)]
 _ENDLESS = _constants.MAXREPEAT
 _REFUSED = {
@@ -59,7 +61,7 @@ def _sequence(tree: Any, flags: int, *, first: bool, last: bool) -> str:
     items = list(tree)
     # What consumes nothing (an anchor) does not move the beginning or the end.
     consumes = [operation is not _constants.AT for operation, _ in items]
-    return "".join(
+    return _joined(
         _item(
             operation,
             argument,
@@ -77,7 +79,8 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
     if operation is _constants.AT:
         return _anchor(argument, first=first, last=last)
     if operation is _constants.BRANCH:
-        return _group("|".join(_sequence(each, flags, first=first, last=last) for each in argument[1]))
+        options = (_sequence(each, flags, first=first, last=last) for each in argument[1])
+        return _group(_joined(options, "|"))
     if operation is _constants.SUBPATTERN:
         _, added, removed, body = argument
         return _group(_sequence(body, (flags | added) & ~removed, first=first, last=last))
@@ -87,7 +90,27 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
         inside = _sequence(body, flags, first=first and once, last=last and once)
         is_one = len(body) == 1 and body[0][0] not in _REPEATS
         return (inside if is_one and inside else _group(inside)) + _count(low, high)
+    return _class(operation, tuple(argument) if isinstance(argument, list) else argument, flags)
+
+
+@lru_cache(maxsize=256)
+def _class(operation: Any, argument: Hashable, flags: int) -> str:
+    """One character of a pattern; what has many ranges takes long to write, and often comes again."""
     return char_class(_characters(operation, argument, flags))
+
+
+def _joined(parts: Iterable[str], sign: str = "") -> str:
+    written: list[str] = []
+    length = 0
+    for part in parts:
+        length += len(part)
+        if length > MAX_LENGTH:
+            raise BadGrammar(
+                f"it has more than {MAX_LENGTH:,} characters with its classes written out; use a counted "
+                "repetition like \\w{100}, or (?a) for classes of ASCII characters only"
+            )
+        written.append(part)
+    return sign.join(written)
 
 
 def _group(body: str) -> str:

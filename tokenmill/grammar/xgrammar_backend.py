@@ -30,14 +30,19 @@ _CACHE_BYTES = 256 * 2**20
 # Time and place in the library's source, which its messages begin with.
 _ORIGIN = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+# Bytes that no character has, which the library allows in JSON strings: halves of surrogate pairs, too long
+# forms, and what lies beyond the last character. The first byte decides what the second may be.
+_SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+_NO_TEXT = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]|[\xc0\xc1\xf5-\xff]")
 
 
 class XgrammarMatcher:
     """See `Matcher`."""
 
-    def __init__(self, matcher: Any, known: IntArray) -> None:
+    def __init__(self, matcher: Any, known: KnownTokens) -> None:
         self.inner = matcher
-        self.known = known
+        self._known = known
+        self._last_bytes: list[int] = []  # of the tokens so far
         self.error = ""
         self.is_too_complex = False
 
@@ -57,11 +62,18 @@ class XgrammarMatcher:
         self._end_if_slow(began)
         out &= 0 if self.error else self.known
 
+    @property
+    def known(self) -> IntArray:
+        """The tokens that are text behind those so far; what the library allows beyond them is an error."""
+        return self._known.after(self._last_bytes[-1] if self._last_bytes else 0)
+
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
         began = time.thread_time()
         is_allowed = bool(self.inner.accept_token(token))
         self._end_if_slow(began)
+        if is_allowed:
+            self._last_bytes.append(self._known.last_byte(token))
         return is_allowed
 
     def _end_if_slow(self, began: float) -> None:
@@ -73,12 +85,38 @@ class XgrammarMatcher:
     def rollback(self, count: int) -> None:
         """See `Matcher`."""
         self.inner.rollback(count)
+        del self._last_bytes[len(self._last_bytes) - count :]
+
+
+class KnownTokens:
+    """Masks, int32 [words], of the ids that are text, by the byte that stands before them."""
+
+    def __init__(self, texts: list[bytes], known: IntArray) -> None:
+        """`texts` by id; ids that are not in the mask `known` are allowed nowhere."""
+        num_ids = 32 * len(known)
+        self._last = np.zeros(num_ids, dtype=np.uint8)
+        self._last[: len(texts)] = [text[-1] if text else 0 for text in texts]
+        first = np.zeros(num_ids, dtype=np.uint8)
+        first[: len(texts)] = [text[0] if text else 0 for text in texts]
+        self._anywhere = known & ~_mask_of(_NO_TEXT, texts, len(known))
+        self._after = {
+            byte: self._anywhere & _packed((low <= first) & (first <= high))
+            for byte, (low, high) in _SECOND_BYTES.items()
+        }
+
+    def after(self, byte: int) -> IntArray:
+        """The ids that may follow a token that ends with this byte."""
+        return self._after.get(byte, self._anywhere)
+
+    def last_byte(self, token: int) -> int:
+        """What a token ends with."""
+        return int(self._last[token])
 
 
 class XgrammarTemplate:
     """See `Template`."""
 
-    def __init__(self, compiled: Any, known: IntArray) -> None:
+    def __init__(self, compiled: Any, known: KnownTokens) -> None:
         self._compiled = compiled
         self._known = known
 
@@ -106,8 +144,12 @@ class XgrammarBackend:
         )
         self._batch = xgrammar.BatchGrammarMatcher()
         self._was_slow = False
-        self._texts = _text_tokens(tokenizer, self.num_words)
-        self._plain_texts = self._texts & ~_control_tokens(vocabulary, self.num_words)
+        texts: list[bytes] = vocabulary.decoded_vocab
+        known = _text_tokens(tokenizer, self.num_words)
+        self._texts = KnownTokens(texts, known)
+        # JSON has no place for control characters other than line ends, yet the library allows them in
+        # strings whose length is limited.
+        self._plain_texts = KnownTokens(texts, known & ~_mask_of(_CONTROLS, texts, self.num_words))
         self._any_whitespace = not config.constrained_json_disable_any_whitespace
 
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
@@ -185,20 +227,20 @@ def _message(error: RuntimeError) -> str:
 
 def _text_tokens(tokenizer: Any, num_words: int) -> IntArray:
     """A mask of the ids that are text; the library allows special ones, and ids beyond the tokenizer's."""
-    bits = np.zeros(32 * num_words, dtype=np.uint8)
-    bits[list(tokenizer.get_vocab().values())] = 1
-    bits[[index for index, token in tokenizer.added_tokens_decoder.items() if token.special]] = 0
-    return np.packbits(bits, bitorder="little").view(np.int32)
+    bits = np.zeros(32 * num_words, dtype=np.bool_)
+    bits[list(tokenizer.get_vocab().values())] = True
+    bits[[index for index, token in tokenizer.added_tokens_decoder.items() if token.special]] = False
+    return _packed(bits)
 
 
-def _control_tokens(vocabulary: Any, num_words: int) -> IntArray:
-    """A mask of the ids with control characters other than line ends.
+def _mask_of(pattern: re.Pattern[bytes], texts: list[bytes], num_words: int) -> IntArray:
+    """A mask of the ids in whose text the pattern is found."""
+    bits = np.zeros(32 * num_words, dtype=np.bool_)
+    bits[[index for index, text in enumerate(texts) if pattern.search(text)]] = True
+    return _packed(bits)
 
-    JSON has no place for them, yet the library allows them in strings whose length is limited.
-    """
-    bits = np.zeros(32 * num_words, dtype=np.uint8)
-    found = [index for index, text in enumerate(vocabulary.decoded_vocab) if _CONTROLS.search(text)]
-    bits[found] = 1
+
+def _packed(bits: BoolArray) -> IntArray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

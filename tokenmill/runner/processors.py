@@ -92,8 +92,9 @@ class HostChanges(Changes):
             assert extras is not None
             params.append(extras.processor_params)
         given = logits_QV[rows]
+        expected = given.shape  # what it is given it may also change in place
         made = processor(given, params)
-        if not isinstance(made, torch.Tensor) or made.shape != given.shape:
+        if not isinstance(made, torch.Tensor) or made.shape != expected:
             shape = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
-            raise TypeError(f"it must return logits of shape {tuple(given.shape)}, got {shape}")
+            raise TypeError(f"it must return logits of shape {tuple(expected)}, got {shape}")
         return made.to(logits_QV)

@@ -1,0 +1,106 @@
+"""Grammars and outputs at the edges: too much to write out, bytes that are no text, other spellings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
+from tokenmill.grammar import BadGrammar
+from tokenmill.grammar.backends import BACKENDS
+from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.patterns import MAX_LENGTH, translate
+from tokenmill.messages import Grammar, GrammarKind
+
+pytestmark = pytest.mark.cpu
+each_backend = pytest.mark.parametrize("name", [name for name in BACKENDS if name != "none"])
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\w" * 31_000, r"[\w\-]" * 8_000, "|".join(rf"{n}\w" for n in range(900)), r"(\w\W)" * 900]
+)
+def test_a_pattern_with_too_many_large_classes_is_refused_before_they_are_written(pattern: str) -> None:
+    with pytest.raises(BadGrammar, match=f"more than {MAX_LENGTH:,} characters"):
+        translate(pattern)
+
+
+def test_large_classes_have_room() -> None:
+    assert len(translate(r"(?:\w+ ){3}" * 300)) > 1_000_000
+
+
+def test_a_grammar_with_too_many_rules_is_refused_where_it_has_too_many() -> None:
+    rules = "\n".join(f'a{index} ::= "x" a{index + 1}' for index in range(20_000))
+    with pytest.raises(BadGrammar, match=r"line 50\d\d: the grammar has 20,00\d parts up to here"):
+        lark_of(f'root ::= a0\n{rules}\na20000 ::= "y"')
+
+
+def test_a_missing_rule_among_many_is_named() -> None:
+    rules = "\n".join(f'a{index} ::= "x" a{index + 1}' for index in range(4_000))
+    with pytest.raises(BadGrammar, match="'a3999' uses 'a4000'"):
+        lark_of(f"root ::= a0\n{rules}")
+
+
+def token_bytes() -> list[bytes]:
+    xgrammar = pytest.importorskip("xgrammar")
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCABULARY)
+    texts: list[bytes] = vocabulary.decoded_vocab
+    return texts
+
+
+SECOND_BYTES = {
+    0xE0: range(0xA0, 0xC0),
+    0xE1: range(0x80, 0xC0),
+    0xED: range(0x80, 0xA0),
+    0xF0: range(0x90, 0xC0),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("first", SECOND_BYTES, ids=hex)
+@pytest.mark.parametrize("schema", ['{"type":"string","maxLength":3}', '{"type":"string"}', "{}"])
+def test_bytes_that_no_character_has_are_never_allowed(name: str, schema: str, first: int) -> None:
+    """The library may count them as one character where Python reads three."""
+    texts, library = token_bytes(), backend(name)
+    matcher = library.compile(Grammar("json_schema", schema)).new()
+    masks = np.zeros((2, library.num_words), dtype=np.int32)
+    for token in (b'"', bytes([first])):
+        assert library.accept([matcher], [texts.index(token)]) == [True]
+    for rows in ([matcher], [matcher, matcher]):
+        library.fill_masks(rows, masks[: len(rows)])
+    after = {texts[token][0] for token in allowed(masks[0])}
+    assert after == set(SECOND_BYTES[first]) & {text[0] for text in texts if text}
+    matcher.rollback(1)
+    library.fill_masks([matcher], masks[:1])
+    assert texts.index(b"a") in allowed(masks[0])
+
+
+def follows(name: str, kind: GrammarKind, grammar: str, text: str) -> bool:
+    """Whether an output may begin so."""
+    library = backend(name)
+    matcher = library.compile(Grammar(kind, grammar)).new()
+    return all(
+        library.accept([matcher], [token])[0] for token in tokenizer().encode(text, add_special_tokens=False)
+    )
+
+
+HAS_A = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+
+
+@each_backend
+def test_a_property_has_one_spelling(name: str) -> None:
+    """Its name with an escape is its name, and its value must follow the schema."""
+    assert follows(name, "json_schema", HAS_A, '{"a":1')
+    assert not follows(name, "json_schema", HAS_A, r'{"a":1,"\u0061":"x"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ('{"const":"\\u0001"}', r'"\u0001"'),
+        ('{"enum":["a","\\u007f"]}', r'"\u007f"'),
+        (r'{"type":"string","pattern":"^\\x01$"}', r'"\u0001"'),
+        ('{"type":"string"}', r'"\n\t\\\""'),
+    ],
+)
+def test_control_characters_can_be_written_where_they_are_asked_for(schema: str, text: str) -> None:
+    assert follows("llguidance", "json_schema", schema, text)
