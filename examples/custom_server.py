@@ -1,6 +1,6 @@
 """A server of your own on the engine: whole answers or server-sent events; who leaves costs nothing more.
 
-pip install "tokenmill[server]"
+pip install ".[server]"
 python examples/custom_server.py --model-path tiny --port 8000
 curl -N localhost:8000/generate_stream --json '{"prompt": "The capital of France is"}'
 """
