@@ -69,6 +69,11 @@ def run_alone(request: Request) -> tuple[list[int], Finish]:
     return tokens, Finish("length", length=len(tokens))
 
 
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    """What the outputs of one request tell, in their order."""
+    return [token for output in outputs for token in output.token_ids]
+
+
 @dataclass
 class FakeRow:
     """A row of the device: nothing of its last occupant is left."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import run_alone
+from tests.core.conftest import run_alone, tokens_of
 from tokenmill.core import loop
 from tokenmill.core.grammars import Guide
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit
@@ -110,10 +110,6 @@ def run_loop(world: Any, requests: Sequence[Any], messages: dict[int, list[Any]]
 def guided(make_request: Make, name: str, length: int, **changes: Any) -> Any:
     request = make_request(name, [1 + len(name), 2, 3, 4], length, **changes)
     return replace(request, grammar=Grammar("regex", "x"))
-
-
-def tokens_of(outputs: Sequence[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def test_few_masks_are_not_worth_a_second_thread(harness: Make, make_request: Make) -> None:

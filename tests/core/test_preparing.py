@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import run_alone
+from tests.core.conftest import run_alone, tokens_of
 from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
 from tokenmill.messages import Output, StepPlan, StepResult
 
@@ -82,10 +82,6 @@ def run_loop(
     inbox.put(Submit(requests))
     Loop(runner, world.scheduler, world.cache, grammars=grammars, inbox=inbox, deliver=deliver).run()  # type: ignore[arg-type]
     return runner, outputs
-
-
-def tokens_of(outputs: Sequence[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_request: Make) -> None:

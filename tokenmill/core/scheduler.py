@@ -83,7 +83,7 @@ class Scheduler:
     @property
     def waits_for_tokens(self) -> bool:
         """Whether some row of the newest step draws only when the host knows all tokens before it."""
-        return self._num_late > 0 and any(state.waits_for_tokens for state in self._flights[-1].states)
+        return self.has_late_rows and any(state.waits_for_tokens for state in self._flights[-1].states)
 
     @property
     def has_late_rows(self) -> bool:

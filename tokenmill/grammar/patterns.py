@@ -15,7 +15,7 @@ from typing import Any
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
 
-# Characters of a written pattern; `\\w` alone has 11,000, for the letters of all scripts.
+# Characters of a written pattern; `\w` alone has 11,000, for the letters of all scripts.
 MAX_LENGTH = 8_000_000
 _NEWLINE: Ranges = [(10, 10)]
 _ENDLESS = _constants.MAXREPEAT

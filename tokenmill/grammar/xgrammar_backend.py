@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xgrammar
 
 from tokenmill.config import EngineConfig
@@ -33,7 +34,10 @@ _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 # Bytes that no character has, which the library allows in JSON strings: halves of surrogate pairs, too long
 # forms, and what lies beyond the last character. The first byte decides what the second may be.
 _SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
-_NO_TEXT = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]|[\xc0\xc1\xf5-\xff]")
+_NO_TEXT = re.compile(
+    b"".join(b"%c(?![%c-%c])[\x80-\xbf]|" % (byte, *ends) for byte, ends in _SECOND_BYTES.items())
+    + rb"[\xc0\xc1\xf5-\xff]"
+)
 
 
 class XgrammarMatcher:
@@ -91,18 +95,31 @@ class XgrammarMatcher:
 class KnownTokens:
     """Masks, int32 [words], of the ids that are text, by the byte that stands before them."""
 
-    def __init__(self, texts: list[bytes], known: IntArray) -> None:
+    def __init__(
+        self, last: npt.NDArray[np.uint8], anywhere: IntArray, after: Mapping[int, IntArray]
+    ) -> None:
+        """By id the byte that its text ends with; the ids that are text, and those behind certain bytes."""
+        self._last = last
+        self._anywhere = anywhere
+        self._after = after
+
+    @classmethod
+    def of(cls, texts: list[bytes], known: IntArray) -> KnownTokens:
         """`texts` by id; ids that are not in the mask `known` are allowed nowhere."""
-        num_ids = 32 * len(known)
-        self._last = np.zeros(num_ids, dtype=np.uint8)
-        self._last[: len(texts)] = [text[-1] if text else 0 for text in texts]
-        first = np.zeros(num_ids, dtype=np.uint8)
+        first, last = np.zeros((2, 32 * len(known)), dtype=np.uint8)
         first[: len(texts)] = [text[0] if text else 0 for text in texts]
-        self._anywhere = known & ~_mask_of(_NO_TEXT, texts, len(known))
-        self._after = {
-            byte: self._anywhere & _packed((low <= first) & (first <= high))
+        last[: len(texts)] = [text[-1] if text else 0 for text in texts]
+        anywhere = known & ~_mask_of(_NO_TEXT, texts, len(known))
+        after = {
+            byte: anywhere & _packed((low <= first) & (first <= high))
             for byte, (low, high) in _SECOND_BYTES.items()
         }
+        return cls(last, anywhere, after)
+
+    def without(self, mask: IntArray) -> KnownTokens:
+        """The same but for the ids of a mask."""
+        after = {byte: ids & ~mask for byte, ids in self._after.items()}
+        return KnownTokens(self._last, self._anywhere & ~mask, after)
 
     def after(self, byte: int) -> IntArray:
         """The ids that may follow a token that ends with this byte."""
@@ -145,11 +162,10 @@ class XgrammarBackend:
         self._batch = xgrammar.BatchGrammarMatcher()
         self._was_slow = False
         texts: list[bytes] = vocabulary.decoded_vocab
-        known = _text_tokens(tokenizer, self.num_words)
-        self._texts = KnownTokens(texts, known)
+        self._texts = KnownTokens.of(texts, _text_tokens(tokenizer, self.num_words))
         # JSON has no place for control characters other than line ends, yet the library allows them in
         # strings whose length is limited.
-        self._plain_texts = KnownTokens(texts, known & ~_mask_of(_CONTROLS, texts, self.num_words))
+        self._plain_texts = self._texts.without(_mask_of(_CONTROLS, texts, self.num_words))
         self._any_whitespace = not config.constrained_json_disable_any_whitespace
 
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
