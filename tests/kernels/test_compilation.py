@@ -1,4 +1,4 @@
-"""Launches within a `ParallelCompilation` only compile; the same launches afterwards run what it compiled."""
+"""Launches in a `ParallelCompilation` only compile; launches afterwards, or awaited, run what it compiled."""
 
 from __future__ import annotations
 
@@ -7,24 +7,39 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
+KERNELS = ["_rms_norm_kernel", "_add_rms_norm_kernel", "_gated_silu_kernel"]
 
-def test_kernels_compile_side_by_side_and_run_later(tmp_path: Path) -> None:
+
+def found(when: str, cache: Path) -> dict[str, Any]:
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(cache)}
     script = Path(__file__).with_name("compile_in_parallel.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, str(script), when]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    kernels = ["_rms_norm_kernel", "_add_rms_norm_kernel", "_gated_silu_kernel"]
-    assert found["skipped"]
-    assert found["kernels"] == len(kernels)
-    assert found["compiled"] == sorted(kernels)
-    assert found["compiled again"] == 0
-    assert found["launched"] == kernels * 2
-    assert all(name.startswith("tokenmill-compile") for name in found["threads"])
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_kernels_compile_side_by_side_and_run_later(tmp_path: Path) -> None:
+    result = found("afterwards", tmp_path)
+    assert result["skipped"]
+    assert result["kernels"] == len(KERNELS)
+    assert result["compiled"] == sorted(KERNELS)
+    assert result["compiled again"] == 0
+    assert result["launched"] == KERNELS * 2
+    assert all(name.startswith("tokenmill-compile") for name in result["threads"])
+
+
+def test_a_launch_waits_for_its_own_kernel_alone(tmp_path: Path) -> None:
+    result = found("meanwhile", tmp_path)
+    # One thread was held up in the first kernel: the second was still queued, the third unknown.
+    assert result["before"] == KERNELS[1:]
+    assert result["launched"] == [*KERNELS[1:], KERNELS[0], *KERNELS * 2]
+    assert result["compiled"] == sorted(KERNELS)

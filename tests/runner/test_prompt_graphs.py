@@ -60,7 +60,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
             self.made = self.step()
 
     class Again:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, *_: object) -> None:
             pass
 
         def record(self, step: Callable[[], Any], title: str) -> Replay:

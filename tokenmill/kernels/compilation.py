@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from triton import AsyncCompileMode
 
 _log = logging.getLogger("tokenmill")
-# Half of a kernel's time goes to the assembler and the C compiler of its launcher, which are processes, and
-# most of the rest to Triton's passes, which run beside each other, too; Python itself takes about a tenth.
-_MAX_THREADS = 16
+# Assembler, C compiler and Triton's passes run beside each other. The rest of a kernel's time is Python, for
+# which threads wait for each other, and the one that starts the engine for all of them. With 16 threads on 16
+# cores an engine was there after 5.9 s instead of 3.5, and the last of 38 kernels no earlier than with 6.
+_MAX_THREADS = 6
+_LONG_SECONDS = 1.0  # a wait that is worth a line
 
 
 class ParallelCompilation:
@@ -26,7 +29,8 @@ class ParallelCompilation:
     The kernel is compiled, with exactly the arguments and alignments of the launch, from the end of the block
     on: threads that compile would slow down the one that finds out what there is to do. There may be several
     blocks. Launches of compiled kernels run. What skipped kernels should have written stays as it was: do not
-    use it as an index. Other threads launch and compile as ever.
+    use it as an index. Other threads launch and compile as ever; one that needs what is compiled here
+    launches within `awaited`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,6 +39,7 @@ class ParallelCompilation:
             min(_MAX_THREADS, os.cpu_count() or 1), "tokenmill-compile", _use_device, (device,)
         )
         self._mode = _Mode(self._threads)
+        self._is_done = False
 
     def __enter__(self) -> ParallelCompilation:
         self._mode.__enter__()
@@ -51,12 +56,32 @@ class ParallelCompilation:
         """Kernels that were not compiled when they were launched."""
         return len(self._mode.jobs)
 
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
+        if self._is_done:
+            yield
+            return
+        with _Awaiting(self._threads, self._mode.jobs):
+            yield
+
     def wait(self) -> None:
         """Return when all kernels are compiled and loaded; one that cannot be says so when it is launched."""
+        if self._is_done:
+            return
+        began = time.perf_counter()
         self._threads.shutdown()
+        self._is_done = True
         for job in self._mode.jobs.values():
-            if (error := job.exception()) is not None:
+            if not job.cancelled() and (error := job.exception()) is not None:
                 _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
+        if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
+            _log.info("waited %.1f s for kernels; later starts find them on the disk", seconds)
+
+    def cancel(self) -> None:
+        """Begin with no more kernels: nobody is going to launch them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._is_done = True
 
 
 class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part only
@@ -64,7 +89,7 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part 
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         super().__init__(threads)
-        self.jobs: dict[str, Future[None]] = {}
+        self.jobs: dict[str, Future[Any]] = {}
         self._found: dict[str, Callable[[], None]] = {}  # not started yet
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:
@@ -78,12 +103,28 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part 
         self._found.clear()
 
 
-def _compile(compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:
+class _Awaiting(AsyncCompileMode):  # type: ignore[misc]
+    """Launches take the kernels of jobs that are under way."""
+
+    def __init__(self, threads: ThreadPoolExecutor, jobs: Mapping[str, Future[Any]]) -> None:
+        super().__init__(threads)
+        self._jobs = jobs
+
+    def submit(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> Any:
+        """The kernel. A job that failed is done again here, where the error has somebody to go to."""
+        job = self._jobs.get(key)
+        if job is None or job.cancel() or job.exception() is not None:
+            return _compile(compile_kernel, keep)
+        return job.result()
+
+
+def _compile(compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> Any:
     began = time.perf_counter()
     kernel = compile_kernel()
     kernel.run  # noqa: B018  # builds the launcher and loads the machine code
     keep(kernel)
     _log.debug("compiled %s in %.2f s", kernel.name, time.perf_counter() - began)
+    return kernel
 
 
 def _use_device(device: torch.device) -> None:

@@ -7,13 +7,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from tokenmill.messages import StepPlan
 from tokenmill.runner.batch import Rows
 from tokenmill.sampling import SamplingNeeds
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
 
 _Made = TypeVar("_Made")
 _log = logging.getLogger("tokenmill")
@@ -78,13 +81,15 @@ class Graph(Generic[_Made]):
 
 
 class Recorder:
-    """Captures steps of one runner. Kernels are compiled before (`warmup.py`), so a capture only records.
+    """Captures steps of one runner. Kernels are compiled before (`warmup.py`), so a capture only records:
+    the first one waits for all of them, for none may be loaded meanwhile.
 
     All graphs share one memory pool, because they never run at the same time.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: ParallelCompilation | None) -> None:
         self._device = device
+        self._kernels = kernels
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._used = False
@@ -105,6 +110,8 @@ class Recorder:
 
         Raises torch.OutOfMemoryError if there is no memory for the graph.
         """
+        if self._kernels is not None:
+            self._kernels.wait()
         began = time.perf_counter()
         self._num_bytes = None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

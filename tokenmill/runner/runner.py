@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
 from tokenmill.runner.weights import Weights
 from tokenmill.sampling import SamplingNeeds
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
 
 _log = logging.getLogger("tokenmill")
 
@@ -81,10 +85,12 @@ class LocalRunner:
         clock.lap("spec")
         placement = place(config, spec)
         with torch.inference_mode():
-            model, placement, step_bytes = load(folder, spec, config, placement, clock)
-            self._weights = Weights(model, spec, config)
+            loaded = load(folder, spec, config, placement, clock)
+            placement = loaded.placement
+            self._kernels = loaded.kernels
+            self._weights = Weights(loaded.model, spec, config)
             self._executor, size = build_executor(
-                model, spec, step_bytes=step_bytes, config=config, placement=placement
+                loaded.model, spec, step_bytes=loaded.step_bytes, config=config, placement=placement
             )
             self._rows = Rows(
                 num_slots=placement.max_running_requests,
@@ -101,7 +107,7 @@ class LocalRunner:
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         num_parameters = self._weights.num_parameters
         self._open_graphs = partial(
-            _graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size
+            _graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
         )
         self._graphs = self._open_graphs()
         self._profiler = Profiler(placement.device)
@@ -141,10 +147,10 @@ class LocalRunner:
             self._quarantine.judge(error)
 
     def launch(self, plan: StepPlan) -> None:
-        """Queue the forward pass of a step; nothing is waited for."""
+        """Queue the forward pass of a step; only kernels that are still compiled are waited for."""
         if self._threads is not None:
             self._threads.follow()
-        with torch.inference_mode():
+        with self._launches():
             runnable = self._quarantine.start(plan)
             if runnable is None:
                 self._launched = _Launched(plan, plan, [])
@@ -159,7 +165,7 @@ class LocalRunner:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
-        with torch.inference_mode():
+        with self._launches():
             match step.work:
                 case DrawnPart():
                     drawn = [step.work]
@@ -187,6 +193,8 @@ class LocalRunner:
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
+        if self._kernels is not None:
+            self._kernels.cancel()
         self._close_graphs()
         self._profiler.close()
         self._in_flight.clear()
@@ -203,6 +211,12 @@ class LocalRunner:
         )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextmanager
+    def _launches(self) -> Iterator[None]:
+        """What is launched within may be in need of kernels that are under way."""
+        with torch.inference_mode(), nullcontext() if self._kernels is None else self._kernels.awaited():
+            yield
 
     def _send(self, plan: StepPlan, drawn: list[DrawnPart]) -> Results:
         """Queue the way of a step's results to the host; if they cannot be sent, its rows fail."""
@@ -355,11 +369,16 @@ def _part(plan: StepPlan, sampled: Sampled) -> DrawnPart:
 
 
 def _graphs(
-    executor: Executor, rows: Rows, placement: Placement, num_parameters: int, vocab_size: int
+    executor: Executor,
+    rows: Rows,
+    placement: Placement,
+    num_parameters: int,
+    vocab_size: int,
+    kernels: ParallelCompilation | None,
 ) -> _Graphs | None:
     if not placement.cuda_graphs:
         return None
-    recorder = Recorder(placement.device)
+    recorder = Recorder(placement.device, kernels)
     most_rows = placement.max_running_requests
     seconds = row_seconds(num_parameters)
     return _Graphs(

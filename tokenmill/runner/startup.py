@@ -6,14 +6,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tokenmill.config import EngineConfig
 from tokenmill.models import Model, ModelSpec, load_model
 from tokenmill.runner.hardware import Placement, wake
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
 
 
 class Clock:
@@ -54,13 +59,18 @@ def _wake_quietly(device: torch.device) -> None:
         wake(device)
 
 
-def load(
-    folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placement, clock: Clock
-) -> tuple[Model, Placement, int]:
-    """The model, the placement with a step that fits beside it, and the bytes that this step takes.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device."""
 
-    On a GPU the kernels are compiled while the weights are loaded.
-    """
+    model: Model
+    placement: Placement  # with a step that fits beside the weights
+    step_bytes: int  # that this step takes; 0 where nobody measured
+    kernels: ParallelCompilation | None  # may be under way; None: there is nothing to compile
+
+
+def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placement, clock: Clock) -> Loaded:
+    """Load the weights; on a GPU kernels are compiled meanwhile, and afterwards beside the first steps."""
     load_weights = partial(
         load_model,
         folder,
@@ -73,17 +83,15 @@ def load(
     if placement.device.type == "cpu":
         model = load_weights()
         clock.lap("weights")
-        return model, placement, 0
+        return Loaded(model, placement, 0, None)
     from tokenmill.runner.warmup import Scout, fit_step  # needs Triton
 
     scout = Scout(spec, config=config, placement=placement)
-    compilation = scout.compile()
+    kernels = scout.compile()
     clock.lap("kernels found")
     model = load_weights()
     torch.cuda.synchronize(placement.device)
     clock.lap("weights")
-    compilation.wait()
-    clock.lap("kernels compiled")
     placement, step_bytes = fit_step(scout, placement)
     clock.lap("measured")
-    return model, placement, step_bytes
+    return Loaded(model, placement, step_bytes, kernels)

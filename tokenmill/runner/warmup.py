@@ -45,6 +45,8 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
     (0, ((2, 0),)),
     (1, ((1, 16), (2, 0))),
 )
+# More tokens than kernels for a few rows take, for those of the kernels that other steps launch, too.
+_SHORT_PROMPT = ((16, 0),)
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
 _TILED = (64, 128, 192, 256)
 _PLAIN = SamplingNeeds(random=True, filters=False)
@@ -95,16 +97,20 @@ class Scout:
         )
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
+        self._compilation = ParallelCompilation(placement.device)
 
     def compile(self) -> ParallelCompilation:
-        """Start to compile what the model's steps launch; `wait` for it before the first of them.
+        """Start to compile what the model's steps launch.
 
-        What takes longest comes first: kernels for prompts, then those that draw under filters.
+        A step of a short prompt comes first, as many a first step is one. Of the others, what takes longest
+        comes first: kernels for prompts, then those that draw under filters.
         """
+        compilation = self._compilation
+        with compilation:
+            self._run(_plan(self._within_context(_SHORT_PROMPT)))
         reading = ParallelCompilation(self._placement.device)
         with reading:
             self._rows.read(self._rows.spare_inputs(1))
-        compilation = ParallelCompilation(self._placement.device)
         with compilation:
             for num_decodes, rows in _STEPS:
                 self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
@@ -125,7 +131,11 @@ class Scout:
         return compilation
 
     def measure(self, max_step_tokens: int) -> int:
-        """Bytes that the largest steps take while they run."""
+        """Bytes that the largest steps take while they run; what is still compiled need not run for that."""
+        with self._compilation:
+            return self._measure(max_step_tokens)
+
+    def _measure(self, max_step_tokens: int) -> int:
         device = self._placement.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
