@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ PAGES = ("page_slots", "page_groups", "page_columns", "page_ids")
 class Calls:
     """What stands in for the device's graphs has done."""
 
-    captured: int = 0
+    captured: list[str] = field(default_factory=list)
     replayed: int = 0
     full: bool = False  # there is no memory for a graph
 
@@ -66,7 +66,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def record(self, step: Callable[[], Any], title: str) -> Replay:
             if calls.full:
                 raise torch.OutOfMemoryError(title)
-            calls.captured += 1
+            calls.captured.append(title)
             return Replay(step)
 
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")
@@ -108,7 +108,7 @@ def test_greedy_tokens_are_those_of_transformers(
         for prompt, length in zip(prompts(shared), lengths, strict=True)
     ]
     assert graphs_on_the_cpu.replayed > 5
-    assert graphs_on_the_cpu.captured < graphs_on_the_cpu.replayed
+    assert len(graphs_on_the_cpu.captured) < graphs_on_the_cpu.replayed
 
 
 def test_long_steps_give_the_tokens_of_transformers(
@@ -147,7 +147,7 @@ def test_drawn_tokens_are_those_of_plain_steps(
 def test_rows_with_extras_get_what_plain_steps_give_them(
     make_model: Callable[..., Path], graphs_on_the_cpu: Calls
 ) -> None:
-    """Such steps end before the logits, and what is drawn from them is up to what the rows ask for."""
+    """Such steps end before the logits: what is drawn and shown is up to what the rows ask for."""
     changes: list[dict[str, Any]] = [
         {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
         {},
@@ -169,12 +169,18 @@ def test_rows_with_extras_get_what_plain_steps_give_them(
                 top_logprobs_num=2,
                 return_hidden_states=[False, "last", False, False, True, False],
                 custom_logit_processor=[None] * 5 + ["allowed_tokens"],
+                logprob_start_len=[0, -1, 5, -1, -1, 1],
+                token_ids_logprob=[[3, 4], None, None, None, None, [3, 4]],
             )
-        names = ("output_token_logprobs", "output_top_logprobs", "hidden_states")
+        names = (
+            *("output_token_logprobs", "output_top_logprobs", "hidden_states"),
+            *("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"),
+        )
         return [(r["output_ids"], *(r["meta_info"].get(name) for name in names)) for r in results]
 
     found, replayed = run(), graphs_on_the_cpu.replayed
     assert replayed > 2
+    assert {title.rpartition("shows_all=")[2] for title in graphs_on_the_cpu.captured} == {"True)", "False)"}
     for one, other in zip(found, run(disable_cuda_graph=True), strict=True):
         assert one[0] == other[0]
         assert numbers_in(one[1:]) == pytest.approx(numbers_in(other[1:]), abs=1e-4)
@@ -213,7 +219,7 @@ def test_a_shape_gets_a_graph_when_it_has_come_often(
     ) as engine:
         for steps, (captured, replayed) in enumerate([(0, 0), (0, 0), (1, 1), (1, 2)], start=1):
             engine.generate(input_ids=[steps, 1, 2], sampling_params={"max_new_tokens": 1})
-            assert (graphs_on_the_cpu.captured, graphs_on_the_cpu.replayed) == (captured, replayed)
+            assert (len(graphs_on_the_cpu.captured), graphs_on_the_cpu.replayed) == (captured, replayed)
         # Long prompts keep the device busy without a graph: none has room for so many tokens.
         engine.generate(input_ids=[prompts(0)[0]] * 2, sampling_params={"max_new_tokens": 1})
         assert graphs_on_the_cpu.replayed == 2
@@ -235,7 +241,7 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
         for length, captured, replayed in [(20, 0, 0), (19, 1, 1), (5, 1, 2), (6, 1, 3), (5, 2, 4)]:
             result = engine.generate(input_ids=prompt[:length], sampling_params=greedy)
             assert result["output_ids"] == transformers_greedy(folder, prompt[:length], 2)
-            assert (graphs_on_the_cpu.captured, graphs_on_the_cpu.replayed) == (captured, replayed)
+            assert (len(graphs_on_the_cpu.captured), graphs_on_the_cpu.replayed) == (captured, replayed)
 
 
 def test_only_so_many_shapes_get_a_graph(
@@ -253,7 +259,7 @@ def test_only_so_many_shapes_get_a_graph(
                 input_ids=prompt, sampling_params={"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
             )
             assert result["output_ids"] == transformers_greedy(folder, prompt, 2)
-    assert (graphs_on_the_cpu.captured, graphs_on_the_cpu.replayed) == (1, 2)
+    assert (len(graphs_on_the_cpu.captured), graphs_on_the_cpu.replayed) == (1, 2)
 
 
 def test_all_that_is_left_over_is_a_prompt_of_the_spare_row() -> None:

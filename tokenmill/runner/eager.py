@@ -21,7 +21,7 @@ from tokenmill.messages import Failure, LongArray, StepPlan, TokenMasks
 from tokenmill.runner.batch import Rows, SamplingInputs
 from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
-from tokenmill.runner.insight import Shown, Wish, show, wishes
+from tokenmill.runner.insight import Shown, show, tokens_of, wishes
 from tokenmill.runner.processors import HostChanges
 from tokenmill.runner.quarantine import Quarantine, select
 from tokenmill.sampling import SamplingNeeds
@@ -119,7 +119,7 @@ class EagerSteps:
         inputs = self._rows.sampling_inputs(plan)
         asked = wishes(self._rows, plan)
         needed = [] if inputs is None else [inputs.last_tokens_Q]
-        needed += [self._tokens_of(wish) for wish in asked]
+        needed += [self._rows.to_device(tokens_of(asked))] if asked else []
         # With nothing needed only keys and values are wanted; no rows at all would be a special case.
         needed_N = torch.cat(needed) if needed else step.token_ids_T.new_zeros(1)
         hidden_ND = self._executor.forward(step.token_ids_T, step.layout, needed_N=needed_N)
@@ -135,9 +135,6 @@ class EagerSteps:
             return Part(plan, None, None, shown)
         made = Unsampled(self._executor.logits(hidden_QD), hidden_QD, inputs.slots_Q, inputs.columns)
         return Part(plan, inputs, made, shown)
-
-    def _tokens_of(self, wish: Wish) -> torch.Tensor:
-        return torch.arange(wish.first_token, wish.first_token + wish.count, device=self._rows.device)
 
     def _draw(self, part: Part, needs: SamplingNeeds, masks: TokenMasks | None) -> DrawnPart:
         if part.inputs is None or part.made is None:

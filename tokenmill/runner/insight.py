@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tokenmill.messages import LogprobOptions, StepPlan
+from tokenmill.messages import LongArray, RowExtras, StepPlan
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.executor import Executor
 from tokenmill.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -65,34 +65,66 @@ def wishes(rows: Rows, plan: StepPlan) -> list[Wish]:
     return found
 
 
+def tokens_of(asked: list[Wish]) -> LongArray:
+    """Which tokens of the step the wishes need, one wish after the other."""
+    return np.concatenate([np.arange(wish.count) + wish.first_token for wish in asked])
+
+
 def show(
     executor: Executor, rows: Rows, plan: StepPlan, asked: list[Wish], hidden_ND: torch.Tensor
 ) -> list[Shown]:
     """Compute what was asked; `hidden_ND` holds the positions of all wishes, one wish after the other."""
-    shown = []
-    for wish, hidden in zip(asked, hidden_ND.split([wish.count for wish in asked]), strict=True):
-        if wish.kind == "hidden_states":
-            shown.append(Shown(wish, None, hidden))
-            continue
-        extras = rows.extras.get(int(plan.slots[wish.row]))
-        assert extras is not None
-        assert extras.logprobs is not None
-        targets = extras.prompt_ids[wish.start + 1 : wish.start + 1 + wish.count].astype(np.int64)
-        shown.append(Shown(wish, _logprobs(executor, hidden, rows.to_device(targets), extras.logprobs), None))
+    hidden = dict(zip(asked, hidden_ND.split([wish.count for wish in asked]), strict=True))
+    shown = [Shown(wish, None, hidden[wish]) for wish in asked if wish.kind == "hidden_states"]
+    # Prompts of which the same is asked go through the head together: many are short.
+    alike: dict[tuple[int, tuple[int, ...]], list[Wish]] = {}
+    for wish in asked:
+        if wish.kind == "logprobs":
+            options = _extras(rows, plan, wish).logprobs
+            assert options is not None
+            alike.setdefault((options.num_top, options.token_ids), []).append(wish)
+    for (num_top, token_ids), group in alike.items():
+        targets = np.concatenate([_targets(_extras(rows, plan, wish), wish) for wish in group])
+        found = _logprobs(
+            executor,
+            hidden_ND if len(group) == len(asked) else torch.cat([hidden[wish] for wish in group]),
+            rows.to_device(targets),
+            rows.to_device(np.array([token_ids], dtype=np.int64)),
+            num_top,
+        )
+        pieces = found.packed_RC.split([wish.count for wish in group])
+        shown += [
+            Shown(wish, TokenLogprobs(packed, found.num_top), None)
+            for wish, packed in zip(group, pieces, strict=True)
+        ]
     return shown
 
 
+def _extras(rows: Rows, plan: StepPlan, wish: Wish) -> RowExtras:
+    extras = rows.extras.get(int(plan.slots[wish.row]))
+    assert extras is not None, "who has none wishes nothing"
+    return extras
+
+
+def _targets(extras: RowExtras, wish: Wish) -> LongArray:
+    """The tokens after the positions of the wish."""
+    return extras.prompt_ids[wish.start + 1 : wish.start + 1 + wish.count].astype(np.int64)
+
+
 def _logprobs(
-    executor: Executor, hidden_ND: torch.Tensor, targets_N: torch.Tensor, options: LogprobOptions
+    executor: Executor,
+    hidden_ND: torch.Tensor,
+    targets_N: torch.Tensor,
+    given_1I: torch.Tensor,
+    num_top: int,
 ) -> TokenLogprobs:
     """Of the target after each position, at temperature 1 and without any change of the logits."""
-    given_1I = torch.tensor([options.token_ids], dtype=torch.int64, device=hidden_ND.device)
     at_once = _ROWS_AT_ONCE[hidden_ND.device.type]
     parts = []
     for hidden, targets in zip(hidden_ND.split(at_once), targets_N.split(at_once), strict=True):
         ones = torch.ones(len(hidden), dtype=torch.float32, device=hidden.device)
         given = given_1I.expand(len(hidden), -1)
-        parts.append(token_logprobs(executor.logits(hidden), ones, targets, given, num_top=options.num_top))
+        parts.append(token_logprobs(executor.logits(hidden), ones, targets, given, num_top=num_top))
     return concatenated(parts)
 
 

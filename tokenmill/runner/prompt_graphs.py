@@ -3,7 +3,8 @@
 Launching a step kernel by kernel takes the host longer than the device takes for some thousand tokens of a
 small model. A graph has room for a number of tokens, of which the first belong to rows that decode, however
 many there are. What is left over is a prompt of the spare row, so that every number in a step is finite.
-A late one ends before the logits: graphs that kept the logits of all their rows would fill the memory.
+A late one ends before the logits: graphs that kept the logits of all their rows would fill the memory. Where
+prompts are looked at, it makes the hidden states of all tokens.
 
 Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
 """
@@ -63,6 +64,7 @@ class StepShape:
     long_queries: bool  # whether some prompt has very many tokens in the step
     long_prefixes: bool  # whether much more than its tokens in the step was computed of some prompt before
     kind: StepKind
+    shows_all: bool = False  # whether it makes the hidden states of all tokens; only of a late kind
 
     @property
     def rows(self) -> int:
@@ -71,7 +73,7 @@ class StepShape:
     def holds(self, other: StepShape) -> bool:
         """Whether its graph may run steps of the other shape."""
         return (
-            self.kind == other.kind
+            (self.kind, self.shows_all) == (other.kind, other.shows_all)
             and (self.long_queries, self.long_prefixes) == (other.long_queries, other.long_prefixes)
             and self.tokens >= other.tokens
             and self.decodes >= other.decodes
@@ -115,14 +117,17 @@ class PromptGraphs:
         self._steps: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, _Captured] = {}
 
-    def replay(self, plan: StepPlan, *, late: bool = False) -> tuple[torch.Tensor, LongArray] | None:
+    def replay(
+        self, plan: StepPlan, *, late: bool = False, shows_all: bool = False
+    ) -> tuple[torch.Tensor, LongArray] | None:
         """Queue a step; what it makes of each row (R), and which of these are the rows that draw.
 
         It makes the tokens that it draws (int64); if `late`, the hidden states of the rows' last tokens
-        [R, D], and only then rows may have extras. They are valid until the next replay.
+        [R, D], and only then rows may have extras. If also `shows_all`, those of all tokens [T, D], and which
+        of these are the last ones of the rows that draw. They are valid until the next replay.
         The rows must be up to date with the plan, page tables included. None: there is no graph for it (yet).
         """
-        shape = self._shape(plan, late=late)
+        shape = self._shape(plan, late=late, shows_all=shows_all)
         shape = None if shape is None else self._captured_shape(shape)
         if shape is None:
             return None
@@ -130,9 +135,10 @@ class PromptGraphs:
         inputs = pack(plan, shape, spare_slot=self._rows.spare_slot)
         captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return captured.graph.made, _row_places(plan, shape)[plan.samples]
+        places = np.cumsum(plan.counts, dtype=np.int64) - 1 if shows_all else _row_places(plan, shape)
+        return captured.graph.made, places[plan.samples]
 
-    def _shape(self, plan: StepPlan, *, late: bool) -> StepShape | None:
+    def _shape(self, plan: StepPlan, *, late: bool, shows_all: bool) -> StepShape | None:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
         if num_tokens > self._most_tokens or num_prompts >= _PROMPTS[-1]:
             return None
@@ -150,6 +156,7 @@ class PromptGraphs:
             long_queries=long_queries,
             long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
             kind=step_kind(self._rows, plan, late=late),
+            shows_all=shows_all,
         )
 
     def _captured_shape(self, shape: StepShape) -> StepShape | None:
@@ -264,9 +271,9 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
         shared=shared,
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
-    hidden_RD = executor.forward_for_graph(token_id_T, layout, needed_N=last_R)
+    hidden_ND = executor.forward_for_graph(token_id_T, layout, needed_N=None if shape.shows_all else last_R)
     if kind.late:
-        return hidden_RD
-    draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), kind.needs)
+        return hidden_ND
+    draw = sample(executor.logits(hidden_ND), rows.sampling_columns(slot_R, length_R), kind.needs)
     state.last_token_S[drawing_R] = draw.tokens_R
     return draw.told_R
