@@ -1,4 +1,5 @@
-"""What penalties, biases and log-probabilities cost: each on all rows of W1, prompt log-probabilities on W4.
+"""What penalties, biases and log-probabilities cost: each on all rows of W1, prompt log-probabilities on W4
+and on 3,000 short prompts, as evaluations have them.
 
     python benchmarks/extras.py --models Qwen3-0.6B Llama-3.1-8B --out results.jsonl
 
@@ -43,6 +44,16 @@ PROMPT_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def short_prompts() -> list[workloads.Request]:
+    """Prompts of 60 to 140 tokens, one output token each."""
+    rng = random.Random(1)
+    lengths = [rng.randint(60, 140) for _ in range(3000)]
+    return [
+        workloads.Request([rng.randrange(VOCABULARY) for _ in range(length)], 1, temperature=0.0)
+        for length in lengths
+    ]
+
+
 def seconds(engine: tokenmill.Engine, requests: list[workloads.Request], variant: tuple[Any, Any]) -> float:
     """Of one run from an empty prefix cache."""
     params, arguments = variant
@@ -74,6 +85,7 @@ def run(options: argparse.Namespace) -> None:
     jobs = {"w1_batch256": (workloads.batch(options.requests), VARIANTS)}
     if not options.layers:
         jobs["w4_long_prefill"] = (workloads.long_prefill(), PROMPT_VARIANTS)
+        jobs["short_prompts"] = (short_prompts(), PROMPT_VARIANTS)
     print(f"{'model':<22} {'workload':<16} {'variant':<16} {'seconds':>9} {'more time':>10}")
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
