@@ -17,8 +17,9 @@ from tokenmill.errors import EngineDead
 
 _TICK_SECONDS = 1.0
 _TICKS_PER_TIMEOUT = 8  # at least, so that short timeouts are kept, too
-# Before the first step is taken in, kernels may still be compiled.
+# While the first steps run, kernels may still be compiled.
 _PATIENCE_AT_FIRST = 4
+_FIRST_STEPS = 3
 _DEBUGGERS = ("bdb.py", "pydevd.py")
 
 
@@ -78,7 +79,7 @@ class Watchdog:
             quiet += tick
             if pulse.is_resting or pulse.num_steps != seen:
                 seen, quiet = pulse.num_steps, 0.0
-            elif quiet >= self._seconds * (1 if seen else _PATIENCE_AT_FIRST):
+            elif quiet >= self._seconds * (_PATIENCE_AT_FIRST if seen < _FIRST_STEPS else 1):
                 if _is_debugged():
                     quiet = 0.0
                     continue
