@@ -1,6 +1,6 @@
 """Launch kernels on CPU tensors with a driver that only pretends, and print as JSON what became of them.
 
-    python compile_in_parallel.py afterwards | meanwhile
+    python compile_in_parallel.py afterwards | meanwhile | in_vain
 
 Run as a script, because Triton cannot compile in a process that uses its interpreter.
 """
@@ -109,13 +109,38 @@ def meanwhile(together: compilation.ParallelCompilation) -> dict[str, Any]:
     return {"before": before, "compiled": sorted(compiled), "launched": launched}
 
 
+def in_vain(together: compilation.ParallelCompilation) -> dict[str, Any]:
+    """Launch what a thread could not compile, and what none will any more."""
+    compile_kernel, failed = compilation._compile, threading.Event()
+
+    def failing(*arguments: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return compile_kernel(*arguments)
+        failed.wait()
+        raise RuntimeError("no compiler")
+
+    compilation._compile = failing
+    with together:
+        launch_all()
+    try:
+        with together.cancelled_by_failure():
+            raise MemoryError
+    except MemoryError:
+        failed.set()
+    with together.awaited():
+        launch_all()
+    together.wait()
+    return {"compiled": sorted(compiled), "launched": launched, "threads": sorted(compiling_threads)}
+
+
 def main() -> None:
     driver.set_active(Driver())
     compilation._use_device = lambda device: None
-    compilation._MAX_THREADS = 1 if sys.argv[1] == "meanwhile" else 16
+    compilation._MAX_THREADS = 16 if sys.argv[1] == "afterwards" else 1
     triton.knobs.compilation.listener = lambda src, **_: compiled.append(src.name)
     together = compilation.ParallelCompilation(torch.device("cpu"))
-    json.dump({"afterwards": afterwards, "meanwhile": meanwhile}[sys.argv[1]](together), sys.stdout)
+    case = {"afterwards": afterwards, "meanwhile": meanwhile, "in_vain": in_vain}[sys.argv[1]]
+    json.dump(case(together), sys.stdout)
 
 
 if __name__ == "__main__":

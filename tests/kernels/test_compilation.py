@@ -43,3 +43,11 @@ def test_a_launch_waits_for_its_own_kernel_alone(tmp_path: Path) -> None:
     assert result["before"] == KERNELS[1:]
     assert result["launched"] == [*KERNELS[1:], KERNELS[0], *KERNELS * 2]
     assert result["compiled"] == sorted(KERNELS)
+
+
+def test_launches_run_when_no_thread_compiles_for_them(tmp_path: Path) -> None:
+    """One kernel fails in its thread, the others are taken from the queue when the start fails."""
+    result = found("in_vain", tmp_path)
+    assert result["launched"] == KERNELS * 2
+    assert result["compiled"] == sorted(KERNELS)
+    assert result["threads"] == ["MainThread"]

@@ -188,6 +188,43 @@ def test_rows_with_extras_get_what_plain_steps_give_them(
     assert set(found[5][0]) <= {3, 5, 8}
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("no")])
+def test_prompts_are_shown_when_that_fails_after_a_graph(
+    make_model: Callable[..., Path],
+    graphs_on_the_cpu: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    """The step begins anew, kernel by kernel."""
+    from tokenmill.runner import runner
+
+    folder, failed = make_model("qwen3", num_hidden_layers=1), []
+    small = {"chunked_prefill_size": 12, "max_running_requests": 4}
+
+    def run(**settings: Any) -> list[Any]:
+        with sgl.Engine(model_path=str(folder), dtype="float32", device="cpu", **small, **settings) as engine:
+            results = engine.generate(
+                input_ids=prompts(3),
+                sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": 2},
+                return_logprob=True,
+                logprob_start_len=0,
+                return_hidden_states=True,
+            )
+        names = ("input_token_logprobs", "output_token_logprobs", "hidden_states")
+        return [(r["output_ids"], *(r["meta_info"][name] for name in names)) for r in results]
+
+    def show(*arguments: Any) -> Any:
+        if len(failed) < 3:
+            failed.append(1)
+            raise error
+        return real(*arguments)
+
+    expected, real = run(disable_cuda_graph=True), runner.show
+    monkeypatch.setattr(runner, "show", show)
+    assert numbers_in(run()) == pytest.approx(numbers_in(expected), abs=1e-4)
+    assert len(failed) == 3
+
+
 def numbers_in(nested: Any) -> list[float]:
     """All numbers in lists of lists."""
     if isinstance(nested, list | tuple):

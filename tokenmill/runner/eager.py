@@ -71,6 +71,11 @@ class EagerSteps:
         self._most_tokens = sys.maxsize  # of a part, as far as is known
         self._calm_steps = 0
 
+    @property
+    def lack_memory(self) -> bool:
+        """Whether steps run in parts because a whole one found no memory lately."""
+        return self._most_tokens < sys.maxsize
+
     def forward(self, plan: StepPlan) -> list[Part]:
         """Queue the step up to the logits, in as many parts as it takes, without the rows that fail."""
         self._relax()

@@ -89,9 +89,10 @@ class LocalRunner:
             placement = loaded.placement
             self._kernels = loaded.kernels
             self._weights = Weights(loaded.model, spec, config)
-            self._executor, size = build_executor(
-                loaded.model, spec, step_bytes=loaded.step_bytes, config=config, placement=placement
-            )
+            with nullcontext() if self._kernels is None else self._kernels.cancelled_by_failure():
+                self._executor, size = build_executor(
+                    loaded.model, spec, step_bytes=loaded.step_bytes, config=config, placement=placement
+                )
             self._rows = Rows(
                 num_slots=placement.max_running_requests,
                 num_columns=-(-spec.context_length // config.page_size),
@@ -147,7 +148,7 @@ class LocalRunner:
             self._quarantine.judge(error)
 
     def launch(self, plan: StepPlan) -> None:
-        """Queue the forward pass of a step; only kernels that are still compiled are waited for."""
+        """Queue the forward pass of a step; nothing is waited for but kernels that are being compiled."""
         if self._threads is not None:
             self._threads.follow()
         with self._launches():
@@ -249,6 +250,8 @@ class LocalRunner:
             return None
         late = late or self._rows.extras.exist(plan.slots)
         asked = wishes(self._rows, plan) if late else []
+        if asked and self._steps.lack_memory:  # what is shown would not fit either, as a whole
+            return None
         replayed = graphs.prompts.replay(plan, late=late, shows_all=bool(asked))
         if replayed is None:
             return None

@@ -45,7 +45,7 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
     (0, ((2, 0),)),
     (1, ((1, 16), (2, 0))),
 )
-# More tokens than kernels for a few rows take, for those of the kernels that other steps launch, too.
+# So many tokens that its kernels are those of longer prompts, too, and not those for a few rows.
 _SHORT_PROMPT = ((16, 0),)
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
 _TILED = (64, 128, 192, 256)
@@ -102,8 +102,9 @@ class Scout:
     def compile(self) -> ParallelCompilation:
         """Start to compile what the model's steps launch.
 
-        A step of a short prompt comes first, as many a first step is one. Of the others, what takes longest
-        comes first: kernels for prompts, then those that draw under filters.
+        The step of a short prompt comes first, and its kernels compile while the others are found: it is
+        what many engines begin with. Of the others, what takes longest comes first: kernels for prompts, then
+        those that draw under filters.
         """
         compilation = self._compilation
         with compilation:
