@@ -44,7 +44,7 @@ def resolve(**values: Any) -> EngineConfig:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    assert all(record.name == "tokenmill" for record in caplog.records)
+    assert all(record.name == "tokenmill.arguments" for record in caplog.records)
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 

@@ -102,7 +102,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "sampling_params": {"config", "constraints", "errors", "patterns"},
     "patterns": {"errors"},
     "constraints": {"errors"},
-    "arguments": {"config", "constraints", "errors", "flags", "sampling_params", "sglang_names"},
+    "arguments": {"config", "constraints", "errors", "flags", "logs", "sampling_params", "sglang_names"},
     "sglang_names": set(),
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},

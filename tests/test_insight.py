@@ -68,6 +68,33 @@ def llm(folder: Path) -> Iterator[sgl.Engine]:
 # ── log-probabilities ──
 
 
+def test_a_prompt_may_take_all_the_room(engine: sgl.Engine, folder: Path) -> None:
+    """As windows of evaluations do: what follows it is drawn, or only scored, and needs no place."""
+    most = engine.get_server_info()["max_req_input_len"] + 1
+    rng = np.random.default_rng(3)
+    windows = [rng.integers(0, 256, most).tolist() for _ in range(3)]
+    for length in (0, 1, 1):  # the last time from the cache
+        results = engine.generate(
+            input_ids=[*windows, PROMPTS[0]],
+            sampling_params={"temperature": 0, "max_new_tokens": length},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        for window, result in zip(windows, results, strict=False):
+            logits, _ = reference(folder, window)
+            logprobs = logits.log_softmax(1)
+            expected = [logprobs[place, token].item() for place, token in enumerate(window[1:])]
+            found = [value for value, *_ in result["meta_info"]["input_token_logprobs"][1:]]
+            assert found == pytest.approx(expected, abs=1e-4)
+            assert result["output_ids"] == [int(logits[-1].argmax())] * length
+            assert result["meta_info"]["finish_reason"] == {"type": "length", "length": length}
+    for length in (None, 2):
+        with pytest.raises(sgl.InvalidArgument, match=f"{most} tokens"):
+            engine.generate(input_ids=windows[0], sampling_params={"max_new_tokens": length})
+    with pytest.raises(sgl.InvalidArgument, match=f"{most + 1} tokens"):
+        engine.generate(input_ids=[*windows[0], 1], sampling_params={"max_new_tokens": 0})
+
+
 def test_logprobs_are_those_of_transformers(engine: sgl.Engine, folder: Path) -> None:
     for starts in ([0, 0, 0, 0], [12, 4, 30, -1], [0, 1, 43, 1]):
         results = engine.generate(

@@ -9,7 +9,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import logging
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
-from tokenmill import constraints
+from tokenmill import constraints, logs
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.flags import add_engine_flags, add_hidden_engine_flags, given
 from tokenmill.sampling_params import (
     SamplingParams,
+    brief,
     check_flag,
     check_real,
     check_text,
@@ -41,9 +41,6 @@ from tokenmill.sglang_names import (
     REFUSED,
     SPELLINGS,
 )
-
-logger = logging.getLogger("tokenmill")
-
 
 Fate = Literal["mapped", "ignored", "refused"]
 
@@ -301,7 +298,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
 @cache
 def _warn_once(key: str, message: str) -> None:
     """Log a warning the first time that the process meets `key`."""
-    logger.warning(message)
+    logs.arguments.warning(message)
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
@@ -352,7 +349,7 @@ def _translate_one(name: str, value: Any) -> tuple[str, Any]:
     if spelled == "model_path" and value is None:
         raise WrongType(f"{name} must be a path or a hub id, got None; leave it out for the bundled model")
     if spelled not in _FIELDS and spelled not in _OTHERS:
-        raise UnknownArgument(f"Engine has no argument {show(name)}.{_suggestion(name)}")
+        raise UnknownArgument(f"Engine has no argument {brief(name)}.{_suggestion(name)}")
     if value is None:
         return spelled, None
     if spelled in _FIELDS:

@@ -6,6 +6,10 @@ import logging
 import sys
 
 _log = logging.getLogger("tokenmill")
+# Tells of arguments that change nothing. `log_level` is about what an engine does, and comes too late: most
+# are told of before it is set, or by the second engine of a process.
+arguments = logging.getLogger("tokenmill.arguments")
+arguments.setLevel(logging.WARNING)
 
 
 class _StandardError(logging.Handler):

@@ -495,7 +495,7 @@ def test_numbers(harness: Make, make_request: Make) -> None:
 def test_requests_beyond_the_limits_are_a_bug_of_the_caller(harness: Make, make_request: Make) -> None:
     loop = harness(max_sequence_tokens=8)
     with pytest.raises(AssertionError):
-        loop.scheduler.submit([make_request("a", [1] * 5, 4)])
+        loop.scheduler.submit([make_request("a", [1] * 5, 5)])
     loop.scheduler.submit([make_request("a", [1] * 5, 3)])
     with pytest.raises(AssertionError, match="in use"):
         loop.scheduler.submit([make_request("a", [1], 1)])

@@ -164,7 +164,7 @@ def test_a_bos_is_removed_from_what_is_appended() -> None:
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"id": "s", "rdi": "a"}, sgl.UnknownArgument, r"no key 'rdi' .*Did you mean 'rid'\?"),
+        ({"id": "s", "rdi": "a"}, sgl.UnknownArgument, r"no key 'rdi'\. Did you mean 'rid'\?"),
         ({"id": "s", 3: "a"}, sgl.UnknownArgument, "no key 3"),
         ({}, sgl.InvalidArgument, "names no session"),
         ({"id": None}, sgl.InvalidArgument, "names no session"),

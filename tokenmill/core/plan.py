@@ -20,7 +20,7 @@ class SchedulerLimits:
 
     max_rows: int  # slots
     max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
-    max_sequence_tokens: int  # prompt and output together
+    max_sequence_tokens: int  # prompt and output together, but for an output of one token
     max_queued: int | None = None  # requests that may wait beyond the free rows
 
 

@@ -5,7 +5,6 @@ Knows rows and pages only to count them; whoever is chosen is pushed back by the
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from functools import cache
 
 import numpy as np
 
+from tokenmill import logs
 from tokenmill.config import EngineConfig
 from tokenmill.core.request import RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import Finish, Request
-
-logger = logging.getLogger("tokenmill")
 
 # No priority of 64 bits is less urgent, in either direction.
 _LEAST_URGENT = -(2**63)
@@ -71,16 +69,17 @@ class Priorities:
 
 @cache
 def _warn_ignored() -> None:
-    logger.warning("priority is ignored: the engine was made without enable_priority_scheduling=True")
+    logs.arguments.warning("priority is ignored: the engine was made without enable_priority_scheduling=True")
 
 
-def queue_full(max_queued: int | None, *, by_urgency: bool) -> Finish:
-    """The end of a request for which there is no place in the queue."""
-    peers = ", none of them less urgent" if by_urgency else ""
-    message = (
-        f"the queue is full: max_queued_requests={max_queued} are waiting{peers}; send it again later, send "
-        "fewer at a time, or raise max_queued_requests"
-    )
+def queue_full(max_queued: int | None, *, by_urgency: bool, has_waited: bool) -> Finish:
+    """The end of a request for which there is no place in the queue, or none any more (`has_waited`)."""
+    if has_waited:
+        problem = f"it made way for a more urgent request: max_queued_requests={max_queued} were waiting"
+    else:
+        peers = ", none of them less urgent" if by_urgency else ""
+        problem = f"the queue is full: max_queued_requests={max_queued} are waiting{peers}"
+    message = f"{problem}; send it again later, send fewer at a time, or raise max_queued_requests"
     return Finish("abort", message=message, status_code=503, error_type="queue_full")
 
 

@@ -111,7 +111,9 @@ class Scheduler:
         for request in requests:
             assert request.id not in self._states, f"request id {request.id!r} is in use"
             state = RequestState(request, urgency=self._priorities.urgency(request))
-            assert 0 < state.num_prompt <= state.limit <= self._limits.max_sequence_tokens
+            assert 0 < state.num_prompt <= state.limit
+            # Nobody computes the last token of an output, so a prompt that takes all may draw one.
+            assert max(state.num_prompt, state.limit - 1) <= self._limits.max_sequence_tokens
             if refusal := self._priorities.refusal(request):
                 ended.append(state.report(refusal))
                 continue
@@ -139,8 +141,9 @@ class Scheduler:
         return worst if worst.urgency < newcomer.urgency else newcomer
 
     def _turn_away(self, state: RequestState) -> Output:
-        finish = queue_full(self._limits.max_queued, by_urgency=self._priorities.enabled)
-        return self._end(state, finish) if state.request.id in self._states else state.report(finish)
+        has_waited, most = state.request.id in self._states, self._limits.max_queued
+        finish = queue_full(most, by_urgency=self._priorities.enabled, has_waited=has_waited)
+        return self._end(state, finish) if has_waited else state.report(finish)
 
     def cancel(self, request_ids: Sequence[str]) -> list[Output]:
         """End requests at once, with the tokens not reported yet. Unknown ids are ignored."""

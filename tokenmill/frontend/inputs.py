@@ -386,10 +386,13 @@ class InputReader:
         """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
         room = most - len(row)
+        if room == 0 and asked is not None and asked <= 1:
+            return asked  # the last token of a sequence is drawn, but not computed, so it takes no room
         if room <= 0:
             raise TooLong(
                 f"{place} has {self._shown_count(row, place)} tokens, but a sequence has at most {most}, and "
-                f"one must remain for the output; shorten it or raise {self._limiting_argument()}"
+                "one must remain for the output, unless max_new_tokens is 0 or 1 and the prompt just fits; "
+                f"shorten it or raise {self._limiting_argument()}"
             )
         if asked is None:
             return room

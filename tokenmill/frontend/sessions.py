@@ -419,7 +419,7 @@ def _read_wish(value: Any) -> _Wish:
     for key in value:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) if isinstance(key, str) else ""
-            raise UnknownArgument(f"session_params has no key {show(key)}.{hint}")
+            raise UnknownArgument(f"session_params has no key {brief(key)}.{hint}")
     given = {key: item for key, item in value.items() if item is not None}
     if ("id" in given) == ("session_id" in given):
         has = "has both id and session_id" if "id" in given else "names no session"
