@@ -115,7 +115,6 @@ def test_an_ignored_name_warns_once_per_process_and_gives_the_reason(
         ("enable_lora", True, "use False"),
         ("speculative_algorithm", "EAGLE", "use None"),
         ("disaggregation_mode", "prefill", "use 'null'"),
-        ("allow_auto_truncate", True, "use False"),
         ("torchao_config", "int8wo", "use ''"),
         ("forward_hooks", [{}], "use None"),
         ("enable_multimodal", True, "use False"),

@@ -561,3 +561,35 @@ def test_rows_without_memory_for_their_counts_fail_alone(
                 input_ids=PROMPTS, sampling_params=[GREEDY] * 3 + [{**GREEDY, "frequency_penalty": 1.0}]
             )
         assert engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)["output_ids"] == plain
+
+
+# ── prompts that are too long ──
+
+
+def test_prompts_that_are_too_long_may_be_cut(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To their first tokens, as SGLang does; neither prompts nor parameters of the caller change."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 256, length).tolist() for length in (500, 30, 64, 60)]
+    lengths = [50, 50, 1, 0]
+    params = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
+    given = [list(prompt) for prompt in prompts], [dict(each) for each in params]
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "context_length": 64}
+    with sgl.Engine(str(folder), allow_auto_truncate=True, log_level="warning", **settings) as cutting:
+        cut = cutting.generate(input_ids=prompts, sampling_params=params)
+        rest = list(cutting.iter({"input_ids": prompt} for prompt in prompts))
+    assert (prompts, params) == given
+    assert [message.split(" (")[0] for message in caplog.messages][:1] == [
+        "input_ids[0] has 500 tokens and is cut to its first 63"
+    ]
+    with sgl.Engine(str(folder), **settings) as llm:
+        expected = llm.generate(
+            input_ids=[prompts[0][:63], *prompts[1:]],
+            sampling_params=[
+                {**each, "max_new_tokens": length} for each, length in zip(params, [1, 34, 1, 0], strict=True)
+            ],
+        )
+        with pytest.raises(sgl.InvalidArgument, match=r"input_ids\[0\] has 500 tokens"):
+            llm.generate(input_ids=prompts, sampling_params=params)
+    assert [result["output_ids"] for result in cut] == [result["output_ids"] for result in expected]
+    assert [r["meta_info"]["prompt_tokens"] for r in cut] == [63, 30, 64, 60]
+    assert sorted(r["meta_info"]["prompt_tokens"] for r in rest) == [30, 60, 63, 63]

@@ -258,7 +258,7 @@ _FLAGS = (
     " logprobs_ignore_temperature cumulative_stream show_progress log_requests enable_metrics"
     " enable_priority_scheduling schedule_low_priority_values_first"
     " disable_priority_preemption abort_on_priority_when_disabled constrained_json_disable_any_whitespace"
-    " enable_deterministic_inference"
+    " enable_deterministic_inference allow_auto_truncate"
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_FLAGS.split(), check_flag),

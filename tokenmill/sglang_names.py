@@ -158,7 +158,6 @@ REFUSED: dict[str, dict[str, object]] = {
         ds_channel_config_path=None, ds_heavy_channel_num=32, ds_heavy_token_num=256,
         ds_heavy_channel_type="qk", ds_sparse_decode_threshold=4096),
     "prefill and decode in different engines": dict(disaggregation_mode="null"),
-    "truncating what is too long": dict(allow_auto_truncate=False),
     "special ways of loading": dict(
         model_loader_extra_config=("{}", {}), custom_weight_loader=[], model_checksum=None,
         decrypted_config_file=None, decrypted_draft_config_file=None,

@@ -26,7 +26,7 @@ HARMLESS = {
     "priority_scheduling_preemption_threshold", "abort_on_priority_when_disabled", "disable_radix_cache",
     "steps_in_flight", "disable_cuda_graph", "preferred_sampling_params", "random_seed", "cumulative_stream",
     "stream_interval", "watchdog_timeout", "log_level", "log_requests", "log_requests_level",
-    "enable_metrics", "show_progress",
+    "enable_metrics", "show_progress", "allow_auto_truncate",
 }  # fmt: skip
 
 Key = Callable[..., RowKey]

@@ -8,6 +8,7 @@ stay with their rows, and the others are read as if the rest were sound.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -36,6 +37,7 @@ from tokenmill.garbage import uncollected
 from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show
 
+_log = logging.getLogger("tokenmill")
 # Tokens between two looks for a stop in the text when nobody watches the stream: each look costs the host
 # some time, each token past the stop costs the device some.
 _STOP_SEARCH_INTERVAL = 4
@@ -103,8 +105,10 @@ class InputReader:
         random_seed: int | None,
         stream_interval: int,
         grammar_backend: str = "llguidance",
+        may_truncate: bool = False,
     ) -> None:
         self._facts = facts
+        self._may_truncate = may_truncate
         self._grammar_backend = grammar_backend
         self._tokenizer = tokenizer
         self._defaults = dict(defaults or {})
@@ -123,6 +127,7 @@ class InputReader:
             random_seed=config.random_seed,
             stream_interval=config.stream_interval,
             grammar_backend=config.grammar_backend,
+            may_truncate=config.allow_auto_truncate,
         )
 
     def apart(self) -> InputReader:
@@ -168,6 +173,7 @@ class InputReader:
         with reading(name):
             rows = self._tokenize(prompts, faults) if name == "prompt" else self._check_ids(prompts, faults)
         rows = faults.each(name, rows, lambda i, row: session.join(row, places[i]), _NO_TOKENS)
+        rows = faults.each(name, rows, lambda i, row: self._fitted(row, settings[i], places[i]), _NO_TOKENS)
         limits = faults.each(name, rows, lambda i, row: self._resolve_length(row, settings[i], places[i]), 0)
         logprobs = faults.each(
             name, rows, lambda i, row: logprob_options(asked[i], len(row), places[i]), None
@@ -199,6 +205,7 @@ class InputReader:
         """
         n = settings.params.n
         ids = request_ids(rid, 1, single=True, n=n)
+        row = self._fitted(row, settings, place)
         limit = self._resolve_length(row, settings, place)
         logprobs = logprob_options(asked, len(row), place)
         seeds = self._seeds.of([settings.params.sampling_seed], n)
@@ -382,6 +389,16 @@ class InputReader:
 
     # ── lengths ──
 
+    def _fitted(self, row: IntArray, settings: Settings, place: str) -> IntArray:
+        """The prompt; its first tokens, where it is too long and the engine may cut it."""
+        asked = settings.params.max_new_tokens
+        most = self._facts.max_sequence_tokens - (asked is None or asked > 1)
+        if len(row) <= most or not self._may_truncate:
+            return row
+        count = self._shown_count(row, place)
+        _log.warning("%s has %s tokens and is cut to its first %d (allow_auto_truncate)", place, count, most)
+        return row[:most]
+
     def _resolve_length(self, row: IntArray, settings: Settings, place: str) -> int:
         """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
@@ -396,7 +413,7 @@ class InputReader:
             )
         if asked is None:
             return room
-        if asked > room and settings.is_length_explicit:
+        if asked > room and settings.is_length_explicit and not self._may_truncate:
             raise TooLong(
                 f"{place} has {len(row)} tokens and max_new_tokens is {show(asked)}, but a sequence has at "
                 f"most {most}; lower max_new_tokens to {room}, leave it out, or raise "
