@@ -337,6 +337,7 @@ def test_values_out_of_range_name_the_argument(name: str, value: Any) -> None:
         ("dtype", 16),
         ("device", 0),
         ("json_model_override_args", [1]),
+        ("json_model_override_args", {"a": {"b": np.ones(2)}}),
         ("json_model_override_args", "[1]"),
         ("preferred_sampling_params", 5),
         ("preferred_sampling_params", {"top_k": "5"}),

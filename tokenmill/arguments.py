@@ -230,6 +230,15 @@ def _json_object(name: str, value: object) -> dict[str, Any]:
     return dict(value)
 
 
+def _overrides(name: str, value: object) -> dict[str, Any]:
+    given = _json_object(name, value)
+    try:
+        json.dumps(given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WrongType(f"{name} holds what JSON does not: {error}") from None
+    return given
+
+
 def _preferred_sampling_params(name: str, value: object) -> dict[str, Any]:
     given = _json_object(name, value)
     try:
@@ -266,7 +275,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("context_length", "max_total_tokens", "stream_interval"), _count),
     "load_format": _choice,
     "dtype": _dtype,
-    "json_model_override_args": _json_object,
+    "json_model_override_args": _overrides,
     "chat_template": check_text,
     "served_model_name": check_text,
     "weight_version": check_text,
