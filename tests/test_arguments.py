@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tokenmill as sgl
-from tokenmill import arguments
+from tokenmill import logs
 from tokenmill.arguments import argument_names, other_names, resolve_arguments
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType
@@ -34,9 +34,9 @@ SGLANG: dict[str, dict[str, Any]] = json.loads((HERE / "data" / "sglang_argument
 
 @pytest.fixture(autouse=True)
 def _forget_warnings() -> Iterator[None]:
-    arguments._warn_once.cache_clear()
+    logs.warn_once.cache_clear()
     yield
-    arguments._warn_once.cache_clear()
+    logs.warn_once.cache_clear()
 
 
 def resolve(**values: Any) -> EngineConfig:
@@ -138,8 +138,8 @@ def test_every_other_name_is_mapped_ignored_or_refused() -> None:
     for row in other_names():
         if row.fate == "ignored":
             assert resolve(**{row.name: foreign}) == EngineConfig()
-            assert arguments._warn_once.cache_info().currsize > 0
-            arguments._warn_once.cache_clear()
+            assert logs.warn_once.cache_info().currsize > 0
+            logs.warn_once.cache_clear()
         else:
             with pytest.raises(InvalidArgument):
                 resolve(**{row.name: foreign})

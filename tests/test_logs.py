@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import tokenmill as sgl
-from tokenmill import arguments, logs
-from tokenmill.core import priority
+from tokenmill import logs
 
 ROOT = Path(__file__).parent.parent
 _log = logging.getLogger("tokenmill")
@@ -82,10 +81,9 @@ def test_arguments_that_change_nothing_are_told_of_whatever_the_level(
 ) -> None:
     with sgl.Engine(model_path="tiny", log_level="critical"):
         caplog.clear()
-        arguments._warn_once.cache_clear()
+        logs.warn_once.cache_clear()
         with sgl.Engine(model_path="tiny", log_level="error", host="0.0.0.0") as second:
             assert [record.name for record in caplog.records] == ["tokenmill.arguments"]
             assert caplog.messages[0].startswith("host is ignored")
-            priority._warn_ignored.cache_clear()
             second.generate("The", {"max_new_tokens": 1}, priority=5)
     assert caplog.messages[1].startswith("priority is ignored")

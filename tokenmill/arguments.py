@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 from tokenmill import constraints, logs
@@ -186,7 +186,7 @@ def _choice(
     word = check_text(name, value).lower()
     word = (synonyms or {}).get(word, word)
     if replaced and word in replaced:
-        _warn_once(f"{name}={word!r}", f"{name}={word!r} is not offered; using {replaced[word]!r}")
+        logs.warn_once(f"{name}={word!r}", f"{name}={word!r} is not offered; using {replaced[word]!r}")
         word = replaced[word]
     choices = _FIELDS[name].metadata["choices"]
     if word not in choices:
@@ -304,12 +304,6 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
 # ── resolving ─────────────────────────────────────────────────────────────────────────────────
 
 
-@cache
-def _warn_once(key: str, message: str) -> None:
-    """Log a warning the first time that the process meets `key`."""
-    logs.arguments.warning(message)
-
-
 def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
     """The configuration that keyword arguments of `Engine` ask for.
 
@@ -392,7 +386,7 @@ def _check_priorities(config: EngineConfig) -> None:
         return
     for name in _OF_PRIORITIES:
         if getattr(config, name) != _FIELDS[name].default:
-            _warn_once(name, f"{name} has no effect without enable_priority_scheduling=True")
+            logs.warn_once(name, f"{name} has no effect without enable_priority_scheduling=True")
 
 
 def _split_device(values: dict[str, Any]) -> dict[str, Any]:
@@ -419,7 +413,7 @@ def _judge(name: str, value: Any, row: ArgumentName) -> None:
     if _asks_for_nothing(value, row.neutral):
         return
     if row.fate == "ignored":
-        _warn_once(name, f"{name} is ignored: {row.note}")
+        logs.warn_once(name, f"{name} is ignored: {row.note}")
         return
     raise InvalidArgument(
         f"{name}={show(value)} is not supported yet ({row.note}); use {row.neutral[0]!r} or leave it out"
@@ -446,5 +440,5 @@ def _read_server_args(source: Any) -> dict[str, Any]:
     for name in unknown:
         value = values.pop(name)
         if value is not None and not _asks_for_nothing(value, (False, 0, "", [])):
-            _warn_once(f"server_args.{name}", f"server_args.{name} is ignored: the argument is not known")
+            logs.warn_once(f"server_args.{name}", f"server_args.{name} is ignored: the argument is not known")
     return values

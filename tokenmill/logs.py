@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import cache
 
 _log = logging.getLogger("tokenmill")
 # Tells of arguments that change nothing. `log_level` is about what an engine does, and comes too late: most
 # are told of before it is set, or by the second engine of a process.
-arguments = logging.getLogger("tokenmill.arguments")
-arguments.setLevel(logging.WARNING)
+_arguments = logging.getLogger("tokenmill.arguments")
+_arguments.setLevel(logging.WARNING)
 
 
 class _StandardError(logging.Handler):
@@ -26,6 +27,12 @@ class _StandardError(logging.Handler):
 
 _standard_error = _StandardError()
 _standard_error.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+
+@cache
+def warn_once(name: str, message: str) -> None:
+    """Tell of an argument that changes nothing, the first time that the process meets it so."""
+    _arguments.warning(message)
 
 
 def show() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tokenmill import logs
 from tokenmill.config import EngineConfig
-from tokenmill.core import priority
 from tokenmill.core.priority import Priorities
 
 pytestmark = pytest.mark.unit
@@ -61,7 +61,7 @@ def test_the_arguments_of_the_engine() -> None:
 def test_without_the_feature_a_priority_is_ignored_with_one_warning(
     harness: Make, make_request: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    priority._warn_ignored.cache_clear()
+    logs.warn_once.cache_clear()
     loop = harness(max_rows=1)
     with caplog.at_level(logging.WARNING, logger="tokenmill"):
         loop.submit(*[make_request(str(index), [index], 2, priority=index) for index in range(4)])

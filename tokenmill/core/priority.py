@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from tokenmill.messages import Finish, Request
 
 # No priority of 64 bits is less urgent, in either direction.
 _LEAST_URGENT = -(2**63)
+_IGNORED = "priority is ignored: the engine was made without enable_priority_scheduling=True"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Priorities:
         """The larger, the sooner."""
         if not self.enabled:
             if request.priority is not None:
-                _warn_ignored()
+                logs.warn_once("priority", _IGNORED)
             return 0
         value = self.default if request.priority is None else request.priority
         if value is None:
@@ -65,11 +65,6 @@ class Priorities:
             "enable_priority_scheduling=True"
         )
         return Finish("abort", message=message, status_code=503, error_type="bad_parameters")
-
-
-@cache
-def _warn_ignored() -> None:
-    logs.arguments.warning("priority is ignored: the engine was made without enable_priority_scheduling=True")
 
 
 def queue_full(max_queued: int | None, *, by_urgency: bool, has_waited: bool) -> Finish:

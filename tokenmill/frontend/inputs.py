@@ -391,26 +391,28 @@ class InputReader:
 
     def _fitted(self, row: IntArray, settings: Settings, place: str) -> IntArray:
         """The prompt; its first tokens, where it is too long and the engine may cut it."""
-        asked = settings.params.max_new_tokens
-        most = self._facts.max_sequence_tokens - (asked is None or asked > 1)
+        most = self._longest_prompt(settings)
         if len(row) <= most or not self._may_truncate:
             return row
         count = self._shown_count(row, place)
         _log.warning("%s has %s tokens and is cut to its first %d (allow_auto_truncate)", place, count, most)
         return row[:most]
 
+    def _longest_prompt(self, settings: Settings) -> int:
+        """The last token of a sequence is drawn, but not computed: an output of one takes no room."""
+        asked = settings.params.max_new_tokens
+        return self._facts.max_sequence_tokens - (asked is None or asked > 1)
+
     def _resolve_length(self, row: IntArray, settings: Settings, place: str) -> int:
         """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
         most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
-        room = most - len(row)
-        if room == 0 and asked is not None and asked <= 1:
-            return asked  # the last token of a sequence is drawn, but not computed, so it takes no room
-        if room <= 0:
+        if len(row) > self._longest_prompt(settings):
             raise TooLong(
                 f"{place} has {self._shown_count(row, place)} tokens, but a sequence has at most {most}, and "
                 "one must remain for the output, unless max_new_tokens is 0 or 1 and the prompt just fits; "
                 f"shorten it or raise {self._limiting_argument()}"
             )
+        room = max(1, most - len(row))
         if asked is None:
             return room
         if asked > room and settings.is_length_explicit and not self._may_truncate:

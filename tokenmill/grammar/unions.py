@@ -21,23 +21,23 @@ def write_as_any(schemas: Iterable[dict[str, Any]], root: Any) -> None:
     With OpenAPI's `discriminator` the members then require the property that tells them apart. Nothing is
     changed if a reference goes through a `oneOf`, or definitions are no object.
     """
-    todo = list(schemas)
+    pending = list(schemas)
     if isinstance(root, dict) and not isinstance(root.get("$defs", {}), dict):
         return
-    if any("/oneOf/" in each["$ref"] for each in todo if isinstance(each.get("$ref"), str)):
+    if any("/oneOf/" in each["$ref"] for each in pending if isinstance(each.get("$ref"), str)):
         return
-    writer = _Writer(root, todo)
-    while todo:
-        writer.write(todo.pop())
+    writer = _Writer(root, pending)
+    while pending:
+        writer.write(pending.pop())
 
 
 class _Writer:
     """Writes the unions of one schema, whose definitions it adds to."""
 
-    def __init__(self, root: Any, todo: list[dict[str, Any]]) -> None:
-        """What is defined anew is put into `todo`."""
+    def __init__(self, root: Any, pending: list[dict[str, Any]]) -> None:
+        """What is defined anew is put into `pending`."""
         self._root = root
-        self._todo = todo
+        self._pending = pending
         self._defined: dict[tuple[str, str], str] = {}  # reference and required property -> reference
 
     def write(self, schema: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class _Writer:
 
     def _with_required(self, schema: dict[str, Any], tag: str) -> dict[str, Any]:
         written = {**schema, "required": [*_listed(schema, "required"), tag]}
-        self._todo.append(written)
+        self._pending.append(written)
         return written
 
     def _definitions(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -56,14 +56,9 @@ class ParallelCompilation:
         """Kernels that were not compiled when they were launched."""
         return len(self._mode.jobs)
 
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def awaited(self) -> AbstractContextManager[object]:
         """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
-        if self._is_done:
-            yield
-            return
-        with _Awaiting(self._threads, self._mode.jobs):
-            yield
+        return nullcontext() if self._is_done else _Awaiting(self._threads, self._mode.jobs)
 
     def wait(self) -> None:
         """Return when all kernels are compiled and loaded; one that cannot be says so when it is launched."""

@@ -21,7 +21,7 @@ from tokenmill.messages import Failure, LongArray, StepPlan, TokenMasks
 from tokenmill.runner.batch import Rows, SamplingInputs
 from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
-from tokenmill.runner.insight import Shown, show, tokens_of, wishes
+from tokenmill.runner.insight import Shown, Wish, show, tokens_of, wishes
 from tokenmill.runner.processors import HostChanges
 from tokenmill.runner.quarantine import Quarantine, select
 from tokenmill.sampling import SamplingNeeds
@@ -128,16 +128,17 @@ class EagerSteps:
         # With nothing needed only keys and values are wanted; no rows at all would be a special case.
         needed_N = torch.cat(needed) if needed else step.token_ids_T.new_zeros(1)
         hidden_ND = self._executor.forward(step.token_ids_T, step.layout, needed_N=needed_N)
-        num_drawing = 0 if inputs is None else len(inputs.slots_Q)
-        shown = show(self._executor, self._rows, plan, asked, hidden_ND[num_drawing:]) if asked else []
-        return self.part(plan, inputs, hidden_ND[:num_drawing], shown)
+        return self.part(plan, inputs, asked, hidden_ND)
 
     def part(
-        self, plan: StepPlan, inputs: SamplingInputs | None, hidden_QD: torch.Tensor, shown: list[Shown]
+        self, plan: StepPlan, inputs: SamplingInputs | None, asked: list[Wish], hidden_ND: torch.Tensor
     ) -> Part:
-        """A step whose hidden states are there, those of the rows that draw."""
+        """A step whose hidden states are there: those of the rows that draw, then those of the wishes."""
+        num_drawing = 0 if inputs is None else len(inputs.slots_Q)
+        shown = show(self._executor, self._rows, plan, asked, hidden_ND[num_drawing:]) if asked else []
         if inputs is None:
             return Part(plan, None, None, shown)
+        hidden_QD = hidden_ND[:num_drawing]
         made = Unsampled(self._executor.logits(hidden_QD), hidden_QD, inputs.slots_Q, inputs.columns)
         return Part(plan, inputs, made, shown)
 

@@ -29,7 +29,7 @@ from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
-from tokenmill.runner.insight import Shown, Wish, show, tokens_of, wishes
+from tokenmill.runner.insight import tokens_of, wishes
 from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
@@ -257,14 +257,10 @@ class LocalRunner:
             return None
         made_N, places = replayed
         if late:
-            hidden_QD = made_N[self._rows.to_device(places)]
-            shown = self._show(plan, asked, made_N) if asked else []
-            return [self._steps.part(plan, self._rows.sampling_inputs(plan), hidden_QD, shown)]
+            needed = np.concatenate([places, tokens_of(asked)]) if asked else places
+            hidden_ND = made_N[self._rows.to_device(needed)]
+            return [self._steps.part(plan, self._rows.sampling_inputs(plan), asked, hidden_ND)]
         return DrawnPart(plan, Sampled(made_N, None), None, [], {}, places)
-
-    def _show(self, plan: StepPlan, asked: list[Wish], hidden_TD: torch.Tensor) -> list[Shown]:
-        hidden_ND = hidden_TD[self._rows.to_device(tokens_of(asked))]
-        return show(self._executor, self._rows, plan, asked, hidden_ND)
 
     def _hides_stops(self, plan: StepPlan) -> bool:
         ends = plan.starts + plan.counts
