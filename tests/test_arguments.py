@@ -190,6 +190,13 @@ def test_model_spellings() -> None:
             resolve(**{name: None})
 
 
+@pytest.mark.parametrize("name", ["model_path", "tokenizer_path", "download_dir"])
+@pytest.mark.parametrize("value", ["", " ", "a\0b", "a" * 5000, "~nobody-of-that-name/model"])
+def test_paths_that_no_system_can_look_for(name: str, value: str) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        resolve(**{name: value})
+
+
 # ── unknown names ──
 
 

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from tokenmill import constraints, logs
@@ -142,8 +143,14 @@ class ServerArgs(EngineConfig):
             object.__setattr__(self, target, checked)
 
     def fixed(self) -> EngineConfig:
-        """The same for an engine, which nothing can change."""
-        return EngineConfig(**vars(self))
+        """The same for an engine: nothing changes it, and its folders stay where they are after a chdir."""
+        values = vars(self) | {
+            "model_path": anchored(self.model_path),
+            "tokenizer_path": self.tokenizer_path and anchored(self.tokenizer_path),
+            "download_dir": self.download_dir and str(Path(self.download_dir).expanduser().absolute()),
+            "served_model_name": self.served_model_name or self.model_path,
+        }
+        return EngineConfig(**values)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -212,10 +219,25 @@ def _device(name: str, value: object) -> str:
 
 def _word(name: str, value: object) -> str:
     """A folder, hub id or revision; `pathlib` paths are taken, too."""
-    text = check_text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+    with reading(name):
+        text = check_text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
     if not text.strip() or "\0" in text:
-        raise InvalidArgument(f"{name} must be a name, got {show(value)}; leave it out for the default")
+        raise InvalidArgument(f"{name} must be a name that is not empty, got {show(value)}")
     return text
+
+
+def check_path(name: str, value: object) -> str:
+    """A folder or a hub id that the system can look for, whether it is there or not."""
+    text = _word(name, value)
+    with reading(name):
+        Path(text).expanduser().exists()  # raises for a name that is too long, and for ~ of nobody
+    return text
+
+
+def anchored(name: str) -> str:
+    """The same model's name after a chdir and for another process: of what exists here the absolute path."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
 
 
 def _json_object(name: str, value: object) -> dict[str, Any]:
@@ -271,8 +293,9 @@ _FLAGS = (
 )
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_FLAGS.split(), check_flag),
-    **dict.fromkeys(("model_path", "tokenizer_path", "download_dir", "revision"), _word),
+    **dict.fromkeys(("model_path", "tokenizer_path", "download_dir"), check_path),
     **dict.fromkeys(("context_length", "max_total_tokens", "stream_interval"), _count),
+    "revision": _word,
     "load_format": _choice,
     "dtype": _dtype,
     "json_model_override_args": _overrides,

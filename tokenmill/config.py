@@ -40,7 +40,9 @@ class EngineConfig:
         default_factory=dict,
         metadata={"help": "JSON object merged over the model's config.json", "choices": None},
     )
-    served_model_name: str | None = _arg(None, "name reported by get_server_info")
+    served_model_name: str | None = _arg(
+        None, "name of the model in reports, metrics and OpenAI rows (default: model_path)"
+    )
     weight_version: str = _arg("default", "label echoed in meta_info['weight_version']")
 
     # Where it runs

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from tokenmill import logs
-from tokenmill.arguments import ServerArgs
+from tokenmill.arguments import ServerArgs, anchored
 from tokenmill.errors import InvalidArgument
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.client import Client
@@ -401,7 +401,9 @@ class Engine:
         )
         if answer[0]:
             # The revision was that of the checkpoint before.
-            self.config = dataclasses.replace(self.config, model_path=os.fspath(model_path), revision=None)
+            self.config = dataclasses.replace(
+                self.config, model_path=anchored(os.fspath(model_path)), revision=None
+            )
         return answer
 
     def update_weights_from_tensor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tokenmill as sgl
+from tokenmill import batch
 from tokenmill.hub import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -290,6 +292,33 @@ def changed_checkpoint(folder: Path, name: str) -> str:
     weights[name] = 2 * weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
+
+
+def test_folders_stay_where_they_are_after_a_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that is replaced, a job and new weights find the model by the name it had at first."""
+    first, second, elsewhere = (tmp_path / name for name in ("first", "second", "elsewhere"))
+    shutil.copytree(resolve("tiny"), first)
+    second.mkdir()
+    elsewhere.mkdir()
+    norm = "model.norm.weight"
+    changed_checkpoint(second, norm)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": PROMPT}))
+    monkeypatch.chdir(tmp_path)
+    with sgl.Engine("first", device="cpu", core_process=True, max_total_tokens=4096) as engine:
+        assert engine.get_model_info()["served_model_name"] == "first"
+        monkeypatch.chdir(elsewhere)
+        kill_core()
+        assert engine.generate(PROMPT, SHORT)["text"].startswith(" Paris")
+        assert batch.run(rows, tmp_path / "out.jsonl", engine=engine)["rows"]["done"] == 1
+        monkeypatch.chdir(tmp_path)
+        assert engine.update_weights_from_disk("second", on_error="raise")[0]
+        weights = engine.get_weights_by_name(norm)
+        monkeypatch.chdir(elsewhere)
+        kill_core()
+        assert engine.get_weights_by_name(norm) == weights
+        assert batch.run(rows, tmp_path / "again.jsonl", engine=engine)["rows"]["done"] == 1
+        assert engine.get_model_info()["model_path"] == str(second)
 
 
 def test_errors_of_loading_come_out_of_the_process() -> None:

@@ -344,7 +344,7 @@ def _opened(stack: contextlib.ExitStack, path: Path, *, output: Path | None = No
 
 
 def _name_of(engine: Engine) -> str:
-    return engine.config.served_model_name or engine.config.model_path
+    return str(engine.config.served_model_name)
 
 
 def _check_engine(value: object) -> None:

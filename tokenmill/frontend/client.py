@@ -73,9 +73,7 @@ class Client:
         self._released: set[str] = set()
         self.weight_version = config.weight_version
         self.tensor_update = ""  # another word after each update of weights that no file holds
-        self.metrics = (
-            Metrics(config.served_model_name or config.model_path) if config.enable_metrics else None
-        )
+        self.metrics = Metrics(str(config.served_model_name)) if config.enable_metrics else None
         self.threads = Threads()  # for calls that only their task waits for
         self._observers = open_observers(config, tokenizer, self.metrics)
         self._core: Core = start_core(config, deliver=self._deliver, died=self._died)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tokenmill.arguments import ServerArgs
+from tokenmill.arguments import ServerArgs, anchored, check_path
 from tokenmill.errors import (
     EngineClosed,
     EngineDead,
@@ -166,7 +166,7 @@ class Control:
                 raise InvalidArgument(f"a trace cannot be called {show(part)}: leave out the slashes")
         self._client.call_core(
             "start_profile",
-            folder=str(Path(_path("output_dir", given.get("output_dir", standard))).absolute()),
+            folder=str(Path(check_path("output_dir", given.get("output_dir", standard))).absolute()),
             title=f"{prefix}-{name}-TP-0" if prefix else f"{name}-TP-0",
             activities=_activities(given.get("activities", ["CPU", "GPU"])),
             with_stack=check_flag("with_stack", given.get("with_stack", True)),
@@ -187,14 +187,11 @@ class Control:
         """See `Engine.update_weights_from_disk`."""
         raises = not returns_errors(on_error)
         _check_load_format(load_format, ("auto", "safetensors"))
-        path = _path("model_path", model_path)
-        if Path(path).exists():  # else it is the name of a repository; the core may stand in another folder
-            path = str(Path(path).absolute())
         success, message, num_paused = self._client.update_weights(
             "update_weights_from_disk",
             version=_version(weight_version),
             tensor_update="",
-            model_path=path,
+            model_path=anchored(check_path("model_path", model_path)),
         )
         if raises and not success:
             raise InvalidArgument(message)
@@ -304,15 +301,6 @@ def _optional_count(given: Mapping[str, Any], name: str, *, minimum: int) -> int
     return check_whole(name, given[name], minimum=minimum) if name in given else None
 
 
-def _path(name: str, value: Any) -> str:
-    with reading(name):
-        text = check_text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
-        Path(text).exists()  # raises for a name that is too long, or has half a surrogate pair
-    if not text.strip() or "\0" in text:
-        raise InvalidArgument(f"{name} must be a path, got {show(value)}")
-    return text
-
-
 def _check_load_format(value: Any, allowed: tuple[str, ...]) -> None:
     if value is not None:
         _one_of("load_format", value, allowed)
@@ -415,8 +403,8 @@ class TokenizerManager:
 
     @property
     def served_model_name(self) -> str:
-        """The engine's argument, or its model's path."""
-        return str(self.server_args.served_model_name or self.model_path)
+        """The engine's argument, or the model's path as it was given."""
+        return str(self.server_args.served_model_name)
 
     @property
     def is_generation(self) -> bool:

@@ -15,7 +15,7 @@ def model_info(config: EngineConfig, weight_version: str) -> dict[str, Any]:
     """What is served: path, name, kind and version of the model."""
     return {
         "model_path": config.model_path,
-        "served_model_name": config.served_model_name or config.model_path,
+        "served_model_name": config.served_model_name,
         "is_generation": True,
         "weight_version": weight_version,
         "load_format": config.load_format,
@@ -36,7 +36,6 @@ def server_info(
         **told,
         "status": "closed" if state is None else "ready",
         "tokenizer_path": config.tokenizer_path or config.model_path,
-        "served_model_name": config.served_model_name or config.model_path,
         "max_total_tokens": facts.max_total_num_tokens,
         "chunked_prefill_size": config.chunked_prefill_size or facts.max_step_tokens,
         "max_req_input_len": facts.max_sequence_tokens - 1,
