@@ -24,6 +24,7 @@ PROMPTS = [
     [250],
 ]
 GREEDY = {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
+VOCABULARY = 300  # ids of these models
 # How the engine may cut, share and repeat work without anybody noticing.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -107,6 +108,36 @@ def test_logprobs_are_those_of_transformers(engine: sgl.Engine, folder: Path) ->
         )
         for prompt, start, result in zip(PROMPTS, starts, results, strict=True):
             check_logprobs(folder, prompt, len(prompt) if start == -1 else start, result)
+
+
+def test_the_whole_vocabulary_can_be_told_and_no_more(engine: sgl.Engine, folder: Path) -> None:
+    """Beside rows that ask for little, and before some more of them."""
+    few = {"top_logprobs_num": 1, "token_ids_logprob": [7]}
+    asked = [few, {"top_logprobs_num": VOCABULARY, "token_ids_logprob": list(range(VOCABULARY))}, few, few]
+    wishes = {name: [each[name] for each in asked] for name in few}
+    for wanted in (wishes, few):
+        results = engine.generate(
+            input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True, logprob_start_len=0, **wanted
+        )
+        for index, (prompt, result) in enumerate(zip(PROMPTS, results, strict=True)):
+            logprobs = reference(folder, prompt + result["output_ids"][:-1])[0].log_softmax(1)
+            meta = result["meta_info"]
+            is_whole = wanted is wishes and index == 1
+            tops = meta["input_top_logprobs"][1:] + meta["output_top_logprobs"]
+            given = meta["input_token_ids_logprobs"][1:] + meta["output_token_ids_logprobs"]
+            assert len(tops) == len(given) == len(logprobs)
+            for row, top, told in zip(logprobs, tops, given, strict=True):
+                best = row.sort(descending=True).values[: VOCABULARY if is_whole else 1]
+                assert [value for value, *_ in top] == pytest.approx(best.tolist(), abs=1e-4)
+                assert [token for _, token, _ in told] == (list(range(VOCABULARY)) if is_whole else [7])
+                expected = row.tolist() if is_whole else [row[7].item()]
+                assert [value for value, *_ in told] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(
+        sgl.InvalidArgument, match=r"top_logprobs_num must be between 0 and 300, got 301; the"
+    ):
+        engine.generate(input_ids=PROMPTS[0], return_logprob=True, top_logprobs_num=VOCABULARY + 1)
+    with pytest.raises(sgl.InvalidArgument, match=r"token_ids_logprob has 301 token ids, but the vocabulary"):
+        engine.generate(input_ids=PROMPTS[0], return_logprob=True, token_ids_logprob=[3] * 301)
 
 
 def check_logprobs(folder: Path, prompt: list[int], start: int, result: dict[str, Any]) -> None:

@@ -65,7 +65,8 @@ class Engine:
         if self._tokenizer is not None:
             self._tokenizer.most_tokens = self._client.facts.max_sequence_tokens
         self._reader = InputReader.of(self.config, self._client.facts, self._tokenizer)
-        self._scoring = Scoring(self.config, self._client, self._reader, self._tokenizer)
+        # Apart, so that scores take no seeds from later requests.
+        self._scoring = Scoring(self.config, self._client, self._reader.apart(), self._tokenizer)
         self._control = Control(self._client)
         self._startup_seconds = time.perf_counter() - began
         self._sessions = Sessions(self._tokenizer)

@@ -580,6 +580,19 @@ def test_drawn_seeds_follow_the_engines_seed() -> None:
     assert len({*three(5), *three(6), *three(-5), *three(None), *three(None)}) == 15
 
 
+def test_a_seed_of_one_row_changes_none_of_the_others() -> None:
+    def drawn(**first: Any) -> list[int]:
+        reader = make_reader(random_seed=5)
+        return [
+            *seeds_of(reader.read(["a", "b"], [{"n": 3, **first}, {"n": 3}])),
+            *seeds_of(reader.read("c")),
+        ]
+
+    plain, seeded = drawn(), drawn(sampling_seed=7)
+    assert plain[3:] == seeded[3:]
+    assert not set(plain[:3]) & set(seeded[:3])
+
+
 def test_a_failed_call_draws_no_seed() -> None:
     calm, upset = make_reader(), make_reader()
     with pytest.raises(InvalidArgument):

@@ -125,7 +125,7 @@ def read_options(
     options = _Options(given, places, single=single, faults=faults)
     flags = options.each("return_logprob", check_flag, False)
     starts = options.each("logprob_start_len", _start, -1)
-    tops = options.each("top_logprobs_num", _num_top, 0)
+    tops = options.each("top_logprobs_num", partial(_num_top, vocab_size=facts.vocab_size), 0)
     with reading("token_ids_logprob"):
         ids = options.token_ids("token_ids_logprob", vocab_size=facts.vocab_size)
     texts = options.each("return_text_in_logprobs", check_flag, False)
@@ -276,8 +276,10 @@ def _start(name: str, value: Any) -> int:
     return check_whole(name, value, minimum=-1, remedy="; -1 means none of the prompt, 0 all of it")
 
 
-def _num_top(name: str, value: Any) -> int:
-    return check_whole(name, value, minimum=0, maximum=MAX_TOP_LOGPROBS)
+def _num_top(name: str, value: Any, *, vocab_size: int) -> int:
+    is_small = vocab_size < MAX_TOP_LOGPROBS
+    remedy = "; the vocabulary has no more tokens" if is_small else ""
+    return check_whole(name, value, minimum=0, maximum=min(MAX_TOP_LOGPROBS, vocab_size), remedy=remedy)
 
 
 def _hidden_states(name: str, value: Any) -> Literal["last", "all"] | None:
@@ -309,9 +311,14 @@ def _flat(name: str, value: Any) -> list[Any]:
 
 
 def _token_ids(name: str, value: Any, *, vocab_size: int) -> tuple[int, ...]:
+    items = _listed(name, value)
+    if len(items) > vocab_size:  # every position would have as many log-probabilities
+        raise InvalidArgument(
+            f"{name} has {len(items)} token ids, but the vocabulary has {vocab_size}; name each once"
+        )
     return tuple(
         check_whole(f"{name}[{index}]", item, minimum=0, maximum=vocab_size - 1)
-        for index, item in enumerate(_listed(name, value))
+        for index, item in enumerate(items)
     )
 
 

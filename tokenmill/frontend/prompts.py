@@ -135,7 +135,7 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
         is_flat = not _holds_rows(items)
         rows = [items] if is_flat else items
     if not len(rows):
-        raise InvalidArgument("input_ids is empty; give at least one token id")
+        raise InvalidArgument("input_ids is empty; give at least one token")
     return rows, is_flat
 
 
@@ -152,7 +152,7 @@ def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
             if not 0 <= items[position] < vocab_size:
                 raise _outside(f"{place}[{position}]", items[position], vocab_size)
     if not items:
-        raise InvalidArgument(f"{place} is empty; give at least one token id")
+        raise InvalidArgument(f"{place} is empty; give at least one token")
     ids = _plain_ids(items)
     if ids is None:
         items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
@@ -191,7 +191,7 @@ def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int) -> In
     if row.ndim != 1:
         raise InvalidArgument(f"{place} has {row.ndim} dimensions; a row of token ids has one")
     if not row.size:
-        raise InvalidArgument(f"{place} is empty; give at least one token id")
+        raise InvalidArgument(f"{place} is empty; give at least one token")
     if row.dtype.kind not in "iu":
         raise WrongType(f"{place} must hold integers (token ids), got an array of {row.dtype}")
     if row.min() < 0 or row.max() >= vocab_size:

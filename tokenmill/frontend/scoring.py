@@ -116,8 +116,7 @@ class Scoring:
             return _Asked(None, softmax)
         job = self._reader.read(
             input_ids=rows,
-            # The seed decides nothing, but one drawn for it would shift those of later requests.
-            sampling_params=SamplingParams(max_new_tokens=0, temperature=temperature, sampling_seed=0),
+            sampling_params=SamplingParams(max_new_tokens=0, temperature=temperature),
             options={"return_logprob": True, "token_ids_logprob": labels},
             source="items",
         )

@@ -18,13 +18,15 @@ class Seeds:
         self._lock = threading.Lock()
 
     def of(self, given: Iterable[int | None], n: int) -> list[int]:
-        """A seed for each sample of each prompt, unsigned 64 bit; those not given are drawn, in order."""
+        """A seed for each sample of each prompt, unsigned 64 bit; those not given are drawn, in order.
+
+        One is drawn for each sample, needed or not: a seed of one prompt changes nothing for those after it.
+        """
         with self._lock:
-            return [
-                self._random.getrandbits(64) if seed is None else sample_seed(seed, sample)
-                for seed in given
-                for sample in range(n)
-            ]
+            drawn = [(seed, sample, self._random.getrandbits(64)) for seed in given for sample in range(n)]
+        return [
+            random_seed if seed is None else sample_seed(seed, sample) for seed, sample, random_seed in drawn
+        ]
 
 
 def sample_seed(seed: int, sample: int) -> int:

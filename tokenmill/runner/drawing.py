@@ -63,7 +63,7 @@ def draw_tokens(
         logits_QV = adjustments.penalize(logits_QV, slots_Q)
     logits_QV = changes.mask(logits_QV)
     if needs.num_biases:
-        logits_QV = adjustments.add_biases(logits_QV, slots_Q)
+        logits_QV = adjustments.add_biases(logits_QV, slots_Q, needs.num_biases)
     logits_QV = changes.process(logits_QV)
     draw = sample(logits_QV, columns, needs)
     logprobs = None
@@ -72,7 +72,7 @@ def draw_tokens(
             logits_QV,
             rows.extras.logprob_temperatures(columns),
             draw.told_R,
-            rows.extras.given_ids(slots_Q, needs),
+            rows.extras.given_ids(slots_Q, needs.num_given),
             num_top=needs.num_top,
         )
     if needs.penalties:

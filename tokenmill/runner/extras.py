@@ -14,6 +14,7 @@ import torch
 from tokenmill.messages import Failure, IntArray, RowExtras, RowStarts
 from tokenmill.sampling import Adjustments, SamplingColumns, SamplingNeeds
 from tokenmill.sampling.logprobs import effective_temperatures
+from tokenmill.sampling.slot_lists import SlotLists
 
 _NO_LOGPROBS = -1
 _NO_PENALTIES = (0.0, 0.0, 1.0)
@@ -38,14 +39,12 @@ class Extras:
         self._of_slot: dict[int, RowExtras] = {}
         self._failures: dict[int, Failure] = {}  # slots that cannot have what they need
         self._is_penalized_S = np.zeros(num_slots, dtype=np.bool_)
-        self._is_biased_S = np.zeros(num_slots, dtype=np.bool_)
         self._num_top_S = np.full(num_slots, _NO_LOGPROBS, dtype=np.int32)
-        self._num_given_S = np.zeros(num_slots, dtype=np.int32)
         self._is_late_S = np.zeros(num_slots, dtype=np.bool_)
         self._is_masked_only_S = np.zeros(num_slots, dtype=np.bool_)  # late for its mask and nothing else
         self._shows_hidden_S = np.zeros(num_slots, dtype=np.bool_)
-        # Ids of which a row wants the log-probabilities, padded by 0; wide enough for the longest so far.
-        self._given_ids_SI = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
+        # Ids of which a row wants the log-probabilities.
+        self._given_ids = SlotLists(num_slots, dtype=torch.int64, device=device)
 
     def start(self, starts: RowStarts) -> None:
         """Rows begin with these extras; whatever was in their slots is forgotten."""
@@ -90,9 +89,9 @@ class Extras:
         return replace(
             needs,
             penalties=bool(self._is_penalized_S[slots].any()),
-            num_biases=self.adjustments.num_biases if self._is_biased_S[slots].any() else 0,
+            num_biases=self.adjustments.num_biases(slots),
             num_top=None if num_top == _NO_LOGPROBS else _num_top(num_top),
-            num_given=self._given_ids_SI.shape[1] if self._num_given_S[slots].any() else 0,
+            num_given=self._given_ids.width(slots),
         )
 
     def logprob_temperatures(self, columns: SamplingColumns) -> torch.Tensor:
@@ -101,21 +100,24 @@ class Extras:
             return torch.ones_like(columns.temperatures_R)
         return effective_temperatures(columns.temperatures_R, columns.top_ks_R)
 
-    def given_ids(self, slots_R: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
+    def given_ids(self, slots_R: torch.Tensor, num_given: int) -> torch.Tensor:
         """The ids of which these rows want the log-probabilities, int64 [R, I]."""
-        return self._given_ids_SI[slots_R, : needs.num_given]
+        if num_given:
+            return self._given_ids.gather(slots_R, num_given)
+        return slots_R.new_empty((len(slots_R), 0))
 
     def _start(self, rows: dict[int, RowExtras]) -> None:
         self._of_slot.update(rows)
         self._penalize({slot: row for slot, row in rows.items() if _penalties(row) != _NO_PENALTIES})
         biased = [slot for slot, row in rows.items() if row.logit_bias]
         if biased:
-            self._is_biased_S[biased] = True
             self.adjustments.set_biases(biased, [rows[slot].logit_bias for slot in biased])
+        given = {slot: row.logprobs.token_ids for slot, row in rows.items() if row.logprobs is not None}
+        if any(given.values()):
+            self._given_ids.set(list(given), list(given.values()))
         for slot, row in rows.items():
             if row.logprobs is not None:
                 self._num_top_S[slot] = row.logprobs.num_top
-                self._set_given_ids(slot, row.logprobs.token_ids)
             self._shows_hidden_S[slot] = row.hidden_states is not None
             is_special = row.processor is not None or slot in self._failures or self._shows_hidden_S[slot]
             self._is_late_S[slot] = row.is_masked or is_special
@@ -138,25 +140,16 @@ class Extras:
             self._is_penalized_S[list(rows)] = True
 
     def _forget(self, slots: list[int]) -> None:
-        adjusted = [slot for slot in slots if self._is_penalized_S[slot] or self._is_biased_S[slot]]
+        adjusted = [slot for slot in slots if self._is_penalized_S[slot] or self._of_slot[slot].logit_bias]
         if adjusted:
             self.adjustments.clear(adjusted)
-        self._is_penalized_S[slots] = self._is_biased_S[slots] = False
+        self._given_ids.clear(slots)
+        self._is_penalized_S[slots] = False
         self._is_late_S[slots] = self._is_masked_only_S[slots] = self._shows_hidden_S[slots] = False
         self._num_top_S[slots] = _NO_LOGPROBS
-        self._num_given_S[slots] = 0
         for slot in slots:
             del self._of_slot[slot]
             self._failures.pop(slot, None)
-
-    def _set_given_ids(self, slot: int, token_ids: tuple[int, ...]) -> None:
-        self._num_given_S[slot] = len(token_ids)
-        if len(token_ids) > self._given_ids_SI.shape[1]:  # the old table is left to captured steps
-            wider_SI = self._given_ids_SI.new_zeros((len(self._given_ids_SI), _rounded_up(len(token_ids))))
-            wider_SI[:, : self._given_ids_SI.shape[1]] = self._given_ids_SI
-            self._given_ids_SI = wider_SI
-        if token_ids:
-            self._given_ids_SI[slot, : len(token_ids)] = torch.tensor(token_ids, device=self._device)
 
 
 def _penalties(row: RowExtras) -> tuple[float, float, float]:
@@ -164,9 +157,5 @@ def _penalties(row: RowExtras) -> tuple[float, float, float]:
 
 
 def _num_top(wanted: int) -> int:
-    return wanted if wanted <= _FEW_TOP else _rounded_up(wanted)
-
-
-def _rounded_up(count: int) -> int:
-    """To a power of two, so that steps come in few kinds; 0 stays 0."""
-    return 1 << (count - 1).bit_length() if count else 0
+    """Rounded up to a power of two where it is large, so that steps come in few kinds."""
+    return wanted if wanted <= _FEW_TOP else 1 << (wanted - 1).bit_length()

@@ -6,15 +6,18 @@ Owns the tables; they are made when the first row needs them. Blind to requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tokenmill.kernels.penalty import IN_PROMPT, penalize
+from tokenmill.sampling.slot_lists import SlotLists, to_device
 
 Ids = NDArray[np.int32]
 Biases = Sequence[tuple[int, float]]
+_LEAST_BIASES = 16
 
 
 class Adjustments:
@@ -26,14 +29,12 @@ class Adjustments:
         self._device = device
         self._penalties_S3 = torch.tensor([[0.0, 0.0, 1.0]], device=device).repeat(num_slots, 1)
         self._counts_SV: torch.Tensor | None = None
-        # Biases of a slot, padded by a bias of 0 on token 0; wide enough for the longest so far.
-        self._bias_ids_SK = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
-        self._biases_SK = torch.zeros((num_slots, 0), dtype=torch.float32, device=device)
+        self._bias_ids = SlotLists(num_slots, dtype=torch.int64, device=device)
+        self._biases = SlotLists(num_slots, dtype=torch.float32, device=device)
 
-    @property
-    def num_biases(self) -> int:
-        """Columns of the table of biases. A captured step holds on to the table of its time."""
-        return self._biases_SK.shape[1]
+    def num_biases(self, slots: NDArray[Any]) -> int:
+        """Room for the biases that one of these slots has, rounded up so that steps come in few kinds."""
+        return self._biases.width(slots, least=_LEAST_BIASES)
 
     def set_penalties(
         self,
@@ -50,8 +51,8 @@ class Adjustments:
         if self._counts_SV is None:
             shape = (self._num_slots, self._vocab_size)
             self._counts_SV = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        slots_N = self._to_device(np.array(slots, dtype=np.int64))
-        self._penalties_S3[slots_N] = self._to_device(np.array(penalties, dtype=np.float32))
+        slots_N = to_device(np.array(slots, dtype=np.int64), self._device)
+        self._penalties_S3[slots_N] = to_device(np.array(penalties, dtype=np.float32), self._device)
         self._counts_SV[slots_N] = 0
         places = [
             slot * self._vocab_size + ids
@@ -60,39 +61,34 @@ class Adjustments:
         ]
         if any(map(len, places)):
             weights = np.repeat(np.tile([1, IN_PROMPT], len(slots)), [len(ids) for ids in places])
-            self._counts_SV.view(-1).scatter_add_(
-                0, self._to_device(np.concatenate(places)), self._to_device(weights.astype(np.int32))
-            )
+            places_P = to_device(np.concatenate(places), self._device)
+            weights_P = to_device(weights.astype(np.int32), self._device)
+            self._counts_SV.view(-1).scatter_add_(0, places_P, weights_P)
 
     def set_biases(self, slots: Sequence[int], biases: Sequence[Biases]) -> None:
         """Start rows with these biases, at most one for a token."""
-        while self.num_biases < max(map(len, biases)):
-            self._widen()
-        ids_NK = np.zeros((len(slots), self.num_biases), dtype=np.int64)
-        values_NK = np.zeros(ids_NK.shape, dtype=np.float32)
-        for row, each in enumerate(biases):
-            if each:
-                ids_NK[row, : len(each)], values_NK[row, : len(each)] = zip(*each, strict=True)
-        slots_N = self._to_device(np.array(slots, dtype=np.int64))
-        self._bias_ids_SK[slots_N] = self._to_device(ids_NK)
-        self._biases_SK[slots_N] = self._to_device(values_NK)
+        self._bias_ids.set(slots, [[token for token, _ in each] for each in biases])
+        self._biases.set(slots, [[bias for _, bias in each] for each in biases])
 
     def clear(self, slots: Sequence[int]) -> None:
         """Make slots neutral again."""
-        slots_N = self._to_device(np.array(slots, dtype=np.int64))
-        self._penalties_S3[slots_N] = self._to_device(np.array([[0, 0, 1]], dtype=np.float32))
-        self.set_biases(slots, [()] * len(slots))
+        slots_N = to_device(np.array(slots, dtype=np.int64), self._device)
+        neutral = np.array([[0, 0, 1]], dtype=np.float32)
+        self._penalties_S3[slots_N] = to_device(neutral, self._device)
+        self._bias_ids.clear(slots)
+        self._biases.clear(slots)
 
     def penalize(self, logits_RV: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
         """Logits after penalties, float32 [R, V]; the given ones are only read."""
         assert self._counts_SV is not None, "some row has penalties"
         return penalize(logits_RV, slots_R, self._penalties_S3, self._counts_SV)
 
-    def add_biases(self, logits_RV: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
+    def add_biases(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, num_biases: int) -> torch.Tensor:
         """Logits plus biases, float32 [R, V], in place where they are float32 already."""
         logits_RV = logits_RV.float()
-        # Ids past the vocabulary were refused; a padding column adds 0, which changes nothing.
-        return logits_RV.scatter_add_(1, self._bias_ids_SK[slots_R], self._biases_SK[slots_R])
+        # Ids past the vocabulary were refused. Behind its biases a row has a bias of 0 on token 0.
+        ids_RK = self._bias_ids.gather(slots_R, num_biases)
+        return logits_RV.scatter_add_(1, ids_RK, self._biases.gather(slots_R, num_biases))
 
     def count(self, tokens_R: torch.Tensor, slots_R: torch.Tensor) -> None:
         """Take note of the tokens drawn (int64)."""
@@ -100,18 +96,3 @@ class Adjustments:
         places_R = slots_R * self._vocab_size + tokens_R
         ones_R = torch.ones_like(places_R, dtype=torch.int32)
         self._counts_SV.view(-1).scatter_add_(0, places_R, ones_R)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return (
-            tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
-        )
-
-    def _widen(self) -> None:
-        """Double the table of biases. The old one is left to the captured steps that know it."""
-        old = self.num_biases
-        ids_SK = torch.zeros((self._num_slots, max(16, 2 * old)), dtype=torch.int64, device=self._device)
-        biases_SK = torch.zeros_like(ids_SK, dtype=torch.float32)
-        ids_SK[:, :old] = self._bias_ids_SK
-        biases_SK[:, :old] = self._biases_SK
-        self._bias_ids_SK, self._biases_SK = ids_SK, biases_SK
