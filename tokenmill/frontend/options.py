@@ -310,12 +310,17 @@ def _flat(name: str, value: Any) -> list[Any]:
     return items
 
 
+def check_told_ids(name: str, count: int, vocab_size: int) -> None:
+    """Raise for more ids than there are: every position is told the log-probability of each."""
+    if count > vocab_size:
+        raise InvalidArgument(
+            f"{name} has {count} token ids, but the vocabulary has {vocab_size}; name each once"
+        )
+
+
 def _token_ids(name: str, value: Any, *, vocab_size: int) -> tuple[int, ...]:
     items = _listed(name, value)
-    if len(items) > vocab_size:  # every position would have as many log-probabilities
-        raise InvalidArgument(
-            f"{name} has {len(items)} token ids, but the vocabulary has {vocab_size}; name each once"
-        )
+    check_told_ids(name, len(items), vocab_size)
     return tuple(
         check_whole(f"{name}[{index}]", item, minimum=0, maximum=vocab_size - 1)
         for index, item in enumerate(items)

@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading, request_error
 from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.options import check_told_ids
 from tokenmill.frontend.outputs import ABORTED
 from tokenmill.frontend.prompts import check_encodable, token_ids
 from tokenmill.messages import EngineFacts, IntArray
@@ -182,6 +183,7 @@ def _labels(value: Any, facts: EngineFacts) -> list[int]:
             "label_token_ids is None; give the ids of the tokens whose probabilities are the scores"
         )
     labels: list[int] = token_ids(value, "label_token_ids", facts.vocab_size).tolist()
+    check_told_ids("label_token_ids", len(labels), facts.vocab_size)
     return labels
 
 
