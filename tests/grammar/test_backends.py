@@ -55,6 +55,23 @@ PATTERNS = [
     r"(?:ab?){2,}c*?",
     "\u00e9\n[\u4e00-\u9fff]{2}",
 ]
+# Of strings in JSON: each was followed wrongly once by one of the libraries, or by both.
+STRING_PATTERNS = [
+    r"^a(_[0-9]+)?Z$",
+    r"^v[0-9](-[a-z]+)?$",
+    r"^[0-9]{2}(\.[0-9]+)?$",
+    r"^([0-9]+_)?x$",
+    r"^é[^a]$",
+    r"^é.$",
+    r"^é\S$",
+    r"^ü[^,]+$",
+    r"^[ä-ü][^,]$",
+    r"^[^,é]$",
+    r"^\W{3}$",
+    r"^\D{2}$",
+    r"^[^\w][^\d]$",
+    r"^\S[^\s]$",
+]
 EQUATION = """
 root ::= equation
 equation ::= term (["+" "-"] term)*
@@ -77,6 +94,34 @@ def test_json_follows_its_schema(name: str, schema: Any, drawn: Drawn) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for text in drawn(name, "json_schema", json.dumps(schema)):
         jsonschema.validate(json.loads(text), schema, format_checker=checker)
+
+
+@each_backend
+@pytest.mark.parametrize("pattern", STRING_PATTERNS)
+def test_a_string_of_json_matches_its_pattern(name: str, pattern: str, drawn: Drawn) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    for text in drawn(name, "json_schema", json.dumps(schema), count=40, most=30):
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_patterns_of_names_and_of_parts_of_a_string() -> None:
+    """Of a pattern without anchors only a part must match."""
+    schema = {
+        "type": "object",
+        "patternProperties": {r"^\W$": {"const": 1}},
+        "properties": {"a": {"type": "string", "pattern": r"\W"}},
+        "additionalProperties": False,
+    }
+    template = backend("llguidance").compile(Grammar("json_schema", json.dumps(schema)))
+
+    def follows(text: str) -> bool:
+        matcher = template.new()
+        return all(matcher.accept(token) for token in tokenizer().encode(text)) and matcher.is_accepting
+
+    for text in ('{"-": 1}', '{"a": "b c"}', '{"a": "-", "+": 1}'):
+        assert follows(text)
+    for text in ('{"é": 1}', '{"-": 2}', '{"a": "bc"}', '{"a": "é座٣"}'):
+        assert not follows(text)
 
 
 @each_backend

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.gbnf import lark_of
-from tokenmill.grammar.llguidance_schemas import check_schema
+from tokenmill.grammar.llguidance_schemas import prepare_schema
 from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import read_schema
@@ -198,7 +198,7 @@ class LlguidanceBackend:
 
     def _json(self, text: str) -> str:
         schema = {"anyOf": [{}]} if text == "true" else read_schema(text)
-        check_schema(schema)
+        prepare_schema(schema)
         try:
             options = _options_for(schema, self._json_options)
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
@@ -208,7 +208,7 @@ class LlguidanceBackend:
     def _tags(self, text: str) -> str:
         """Free text up to a trigger, then one of the tags that begin with it, and so on."""
         tags = read_tags(text)
-        check_schema([tag.schema for tag in tags])
+        prepare_schema([tag.schema for tag in tags])
         rules = [
             "%llguidance {}",
             f"start: ({' | '.join(f'tag{index}' for index in range(len(tags)))})* TEXT",

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.patterns import translate_searched
 from tokenmill.grammar.schemas import is_number, subschemas
 
 # The library counts through as many remainders, wherever values of `multipleOf` meet.
 _MAX_MULTIPLE = 100_000
+# What is no letter or digit of ASCII to the library, as to JavaScript, may be one to Python.
+_NO_LETTER = re.compile(r"\\[WD]|\[\^[^]]*\\[wd]")
 
 
-def check_schema(schema: Any) -> None:
-    """Raise `BadGrammar` for what it would get wrong in a schema, or in a list of them."""
+def prepare_schema(schema: Any) -> None:
+    """Make the patterns of a schema, or of a list of them, mean the same to whoever checks the outputs.
+
+    Works in place. Raises `BadGrammar` for what the library would get wrong in it.
+    """
+    for each in subschemas(schema):
+        if isinstance(pattern := each.get("pattern"), str):
+            each["pattern"] = _portable(pattern)
+        if isinstance(named := each.get("patternProperties"), dict):
+            each["patternProperties"] = {_portable(name): value for name, value in named.items()}
     objects = list(subschemas(schema))
     _check_multiples([each["multipleOf"] for each in objects if is_number(each.get("multipleOf"))])
     for each in objects:
         _check_names(each)
         _check_bounds(each)
+
+
+def _portable(pattern: str) -> str:
+    if _NO_LETTER.search(pattern) is None:
+        return pattern
+    try:
+        return translate_searched(pattern)
+    except (BadGrammar, re.error):  # the library says what it does not know, or knows more
+        return pattern
 
 
 def _check_multiples(values: list[int | float]) -> None:

@@ -17,7 +17,21 @@ from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, m
 
 # Characters of a written pattern; `\w` alone has 11,000, for the letters of all scripts.
 MAX_LENGTH = 8_000_000
+# Flags of ours, beside Python's: classes have what JavaScript puts there, too; no character is one that JSON
+# escapes; anchors are written, for a pattern that is searched for.
+_BOTH, _PLAIN, _SEARCHED = (1 << bit for bit in (28, 29, 30))
 _NEWLINE: Ranges = [(10, 10)]
+_LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]  # of JavaScript
+_ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92)]  # control characters, the quote, the backslash
+# What JavaScript calls so.
+_JAVASCRIPT: dict[str, Ranges] = {
+    "DIGIT": [(48, 57)],
+    "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
+    "SPACE": [
+        *((9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+        *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+    ],
+}
 _ENDLESS = _constants.MAXREPEAT
 _REFUSED = {
     _constants.ASSERT: "look-ahead and look-behind",
@@ -33,9 +47,25 @@ _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
 
 
 def translate(pattern: str) -> str:
-    """The pattern in those signs. Raises `BadGrammar` for what has no such form."""
+    """The pattern in those signs. Raises `BadGrammar` for what has no such form, or `re.error`."""
     tree = _parser.parse(pattern)
     return _sequence(tree, tree.state.flags, first=True, last=True)
+
+
+def translate_searched(pattern: str) -> str:
+    """The same for a pattern of a JSON schema, which may be found anywhere in a text.
+
+    Its classes have what both JSON Schema's dialect, JavaScript's, and Python's put there: whoever checks
+    an output reads the pattern in one of them.
+    """
+    tree = _parser.parse(pattern)
+    return _sequence(tree, tree.state.flags | _BOTH | _SEARCHED, first=True, last=True)
+
+
+def translate_plain(pattern: str) -> str:
+    """The same for a whole string of JSON, without characters that JSON writes as escapes."""
+    tree = _parser.parse(pattern)
+    return _sequence(tree, tree.state.flags | _BOTH | _PLAIN, first=True, last=True)
 
 
 def literals(pattern: str) -> list[int]:
@@ -77,7 +107,7 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
     if operation in _REFUSED:
         raise BadGrammar(f"{_REFUSED[operation]} cannot be followed token by token; write it without them")
     if operation is _constants.AT:
-        return _anchor(argument, first=first, last=last)
+        return _anchor(argument, flags, first=first, last=last)
     if operation is _constants.BRANCH:
         options = (_sequence(each, flags, first=first, last=last) for each in argument[1])
         return _group(_joined(options, "|"))
@@ -96,7 +126,8 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
 @lru_cache(maxsize=256)
 def _class(operation: Any, argument: Hashable, flags: int) -> str:
     """One character of a pattern; what has many ranges takes long to write, and often comes again."""
-    return char_class(_characters(operation, argument, flags))
+    ranges = _characters(operation, argument, flags)
+    return char_class(_minus(ranges, _ESCAPED) if flags & _PLAIN else ranges)
 
 
 def _joined(parts: Iterable[str], sign: str = "") -> str:
@@ -120,12 +151,12 @@ def _group(body: str) -> str:
 def _count(low: int, high: int) -> str:
     if high is _ENDLESS:
         return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
-    return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
+    return f"{{{low},{high}}}"  # xgrammar misreads some groups with a question mark
 
 
-def _anchor(where: Any, *, first: bool, last: bool) -> str:
+def _anchor(where: Any, flags: int, *, first: bool, last: bool) -> str:
     if (where in _STARTS and first) or (where in _ENDS and last):
-        return ""
+        return "" if not flags & _SEARCHED else "^" if where in _STARTS else "$"
     raise BadGrammar(
         "anchors inside the pattern (^, $, \\b) cannot be followed; the whole output matches the pattern, "
         "so ^ and $ are not needed"
@@ -138,7 +169,7 @@ def _anchor(where: Any, *, first: bool, last: bool) -> str:
 def _characters(operation: Any, argument: Any, flags: int) -> Ranges:
     """What one character of a pattern may be."""
     if operation is _constants.ANY:
-        return [(0, LAST)] if flags & re.DOTALL else complement(_NEWLINE)
+        return [(0, LAST)] if flags & re.DOTALL else complement(_LINE_ENDS if flags & _BOTH else _NEWLINE)
     if operation is _constants.LITERAL:
         return _with_cases([(argument, argument)], flags)
     if operation is _constants.NOT_LITERAL:
@@ -153,6 +184,8 @@ def _characters(operation: Any, argument: Any, flags: int) -> Ranges:
 def _member(operation: Any, argument: Any, flags: int, *, negated: bool) -> Ranges:
     if operation is _constants.CATEGORY:
         name = str(argument).rpartition("CATEGORY_")[2]
+        if flags & _BOTH:
+            return _category_of_both(name, bool(flags & re.ASCII), negated=negated)
         # Who asks for digits wants 0 to 9, not those of sixty other scripts, which `\d` matches, too.
         plain = name == "DIGIT" and not negated
         return _category(name, plain or bool(flags & re.ASCII))
@@ -174,6 +207,20 @@ def _category(name: str, ascii_only: bool) -> Ranges:
     hidden = range(0x1C, 0x20) if ascii_only and name == "SPACE" else ()
     last = 127 if ascii_only else LAST
     return merge((code, code) for code in range(last + 1) if test(chr(code)) and code not in hidden)
+
+
+@cache
+def _category_of_both(name: str, ascii_only: bool, *, negated: bool) -> Ranges:
+    """The same for a member of a class, so that the class has only what both dialects put there."""
+    plain = name.removeprefix("NOT_")
+    python, javascript = _category(plain, ascii_only), _JAVASCRIPT[plain]
+    is_excluded = (name != plain) != negated
+    ranges = merge([*python, *javascript]) if is_excluded else _minus(python, complement(javascript))
+    return complement(ranges) if name != plain else ranges
+
+
+def _minus(ranges: Ranges, others: Ranges) -> Ranges:
+    return complement(merge([*complement(ranges), *others]))
 
 
 def _with_cases(ranges: Ranges, flags: int) -> Ranges:

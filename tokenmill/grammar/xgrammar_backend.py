@@ -19,7 +19,7 @@ from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import normalize, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.vocabulary import load_tokenizer
-from tokenmill.grammar.xgrammar_schemas import check_schema
+from tokenmill.grammar.xgrammar_schemas import prepare_schema
 from tokenmill.messages import BoolArray, Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
@@ -222,7 +222,7 @@ class XgrammarBackend:
 
     def _json(self, schema: Any) -> Any:
         schema = {} if schema is True else schema
-        check_schema(schema)
+        prepare_schema(schema)
         return self._compiler.compile_json_schema(
             json.dumps(schema),
             any_whitespace=self._any_whitespace,
@@ -233,7 +233,7 @@ class XgrammarBackend:
     def _tag(self, document: Any) -> Any:
         for schema in _schemas_of(document):
             normalize(schema)
-            check_schema(schema)
+            prepare_schema(schema)
         return self._compiler.compile_structural_tag(json.dumps(document))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
-from tokenmill.grammar.patterns import literals, translate
+from tokenmill.grammar.patterns import literals, translate_plain
 from tokenmill.grammar.schemas import is_number, subschemas
 
 # These say nothing about a value.
@@ -56,8 +56,6 @@ _FORMATS = frozenset(
 # Counts are written out; larger ones keep the library busy for ever.
 _MAX_COUNT = 10_000
 _MAX_INTEGER = 2**63 - 1
-# The library reads these escapes in another way than Python.
-_ESCAPES = re.compile(r"\\[AZUN0]")
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
@@ -69,11 +67,18 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def check_schema(schema: Any) -> None:
-    """Raise `BadGrammar` for the first thing in a schema that would not be enforced."""
+def prepare_schema(schema: Any) -> None:
+    """Write the patterns of a schema in signs that the library reads right, in place.
+
+    Raises `BadGrammar` for the first thing in it that would not be enforced.
+    """
     for each in subschemas(schema):
         for problem in _problems(each):
             raise BadGrammar(f"xgrammar cannot follow {problem}; leave it out, or use llguidance")
+    for each in subschemas(schema):
+        if isinstance(each.get("pattern"), str):
+            # It knows whole strings only.
+            each["pattern"] = f"^{translate_plain(each['pattern'])}$"
 
 
 def _problems(schema: dict[str, Any]) -> Iterator[str]:
@@ -145,16 +150,15 @@ def _strings(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _pattern(pattern: str) -> Iterator[str]:
-    """What the pattern names one by one is written as it stands, where JSON wants an escape."""
+    """What the pattern names one by one would be written as it stands, where JSON wants an escape."""
     try:
-        translate(pattern)
+        named = literals(pattern)
+        if any(code < 32 or chr(code) in '"\\' for code in named):
+            yield f"the pattern {pattern!r}, which names a quote, a backslash or a control character"
+            return
+        translate_plain(pattern)
     except (BadGrammar, re.error) as error:
         yield f"the pattern {pattern!r} ({error})"
-        return
-    if any(code < 32 or chr(code) in '"\\' for code in literals(pattern)):
-        yield f"the pattern {pattern!r}, which names a quote, a backslash or a control character"
-    if escape := _ESCAPES.search(pattern):
-        yield f"{escape[0]} in the pattern {pattern!r}"
 
 
 def _has_type(value: Any, names: Any) -> bool:
