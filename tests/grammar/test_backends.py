@@ -141,6 +141,30 @@ def test_text_matches_its_pattern_as_a_whole(name: str, pattern: str, drawn: Dra
 
 
 @each_backend
+def test_a_mask_is_all_tokens_that_keep_the_output_possible(name: str) -> None:
+    """Also where only one text is left, whatever tokens the tokenizer would take for it."""
+    options = ["Paris, the capital", "Paris is large", "London"]
+    library = backend(name)
+    texts = [tokenizer().decode([token]) for token in range(len(tokenizer()))]
+    special = set(tokenizer().all_special_ids)
+    template = library.compile(Grammar("regex", "|".join(options)))
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    for seed in range(6):
+        random, matcher, output = np.random.default_rng(seed), template.new(), ""
+        while output not in options:
+            library.fill_masks([matcher], masks)
+            found = allowed(masks[0])
+            assert found == [
+                token
+                for token, text in enumerate(texts)
+                if text and token not in special and any(each.startswith(output + text) for each in options)
+            ]
+            token = int(random.choice(found))
+            assert matcher.accept(token)
+            output += texts[token]
+
+
+@each_backend
 def test_recursive_grammar(name: str, drawn: Drawn) -> None:
     for text in drawn(name, "ebnf", EQUATION):
         assert re.fullmatch(r'[0-9()+\-*/" ]+', text)

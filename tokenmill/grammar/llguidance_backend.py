@@ -125,9 +125,8 @@ class LlguidanceBackend:
         self.num_words = -(-num_tokens // 32)
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
         self._end_id = vocabulary.end_id
-        names = rename_added_tokens(vocabulary.document)
-        self._added_texts = names.plain
-        self._tokenizer = LLTokenizer(names.document, n_vocab=num_tokens, eos_token=self._end_id)
+        document = rename_added_tokens(vocabulary.document)
+        self._tokenizer = LLTokenizer(document, n_vocab=num_tokens, eos_token=self._end_id)
         self._num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._threads = LLExecutor(self._num_threads)
         self._mask_seconds = 0.0  # that one took last time
@@ -135,7 +134,7 @@ class LlguidanceBackend:
 
     def compile(self, grammar: Grammar) -> LlguidanceTemplate:
         """See `Backend`."""
-        source = self._source(grammar)
+        source = _unforced(self._source(grammar))
         began = time.perf_counter()
         matcher = self._matcher(source)
         # What is too complex shows when the first mask is computed; the copies find its work done.
@@ -181,11 +180,6 @@ class LlguidanceBackend:
         return are_accepting
 
     def _source(self, grammar: Grammar) -> str:
-        source = self._forcing_source(grammar)
-        text = grammar.text.replace("\\", "")
-        return _unforced(source) if any(added in text for added in self._added_texts) else source
-
-    def _forcing_source(self, grammar: Grammar) -> str:
         match grammar.kind:
             case "json_schema":
                 return self._json(grammar.text)
@@ -253,7 +247,8 @@ def _with_options(schema: Any, options: JsonCompileOptions) -> Any:
 def _unforced(source: str) -> str:
     """The same grammar; where it leaves only one text, the model may write it in whatever tokens.
 
-    Else it must write what the tokenizer makes of it, which may not be the token that it has for that.
+    Else the library allows the one token that the tokenizer would take: a mask would not be all tokens that
+    keep the output possible, and log-probabilities and draws not those of the model under the grammar.
     """
     inner = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
     inner[0]["name"] = "inner"

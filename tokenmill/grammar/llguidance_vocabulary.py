@@ -1,15 +1,13 @@
 """A tokenizer as llguidance needs it: special tokens are no text, and all others are.
 
 The library takes every added token in angle brackets for special, `<tool_call>` as well as `<|endoftext|>`,
-and lets it stand for no text. But where a grammar leaves only one text, it asks the tokenizer for its tokens,
-and that one finds added tokens in any text: outputs then end in the middle of it. So special tokens get names
-that nobody writes, and other added tokens in brackets become plain ones.
+and lets it stand for no text. So special tokens get names that nobody writes, and other added tokens in
+brackets become plain ones.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,19 +16,10 @@ _PRIVATE = "\U0010fffd"  # of no script
 _UNLIKELY = -1e6  # a piece that no text is cut into
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What a tokenizer.json became."""
-
-    document: str
-    # Added tokens that may be drawn, but into which the tokenizer no longer cuts texts.
-    plain: frozenset[str]
-
-
-def rename_added_tokens(document: dict[str, Any]) -> Names:
-    """The content of a tokenizer.json, which is used up, with the same ids."""
+def rename_added_tokens(document: dict[str, Any]) -> str:
+    """The tokenizer.json of such a tokenizer, with the same ids; the content given is used up."""
     model, added = document["model"], document.get("added_tokens") or []
-    plain, kept = set(), []
+    kept = []
     for token in sorted(added, key=lambda token: token["id"]):
         text = token["content"]
         if token.get("special"):
@@ -38,13 +27,12 @@ def rename_added_tokens(document: dict[str, Any]) -> Names:
             kept.append(token)
         elif text.startswith("<") and text.endswith(">"):
             token["content"] = _as_piece(text, document.get("decoder") or {})
-            plain.add(text)
         else:
             kept.append(token)
         # With its place in the vocabulary, it has the same id whatever happens to those before it.
         _place(model, token["id"], text, token["content"])
     document["added_tokens"] = kept
-    return Names(json.dumps(document), frozenset(plain))
+    return json.dumps(document)
 
 
 def _as_piece(text: str, decoder: dict[str, Any]) -> str:
