@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import gc
 import gzip
 import json
@@ -19,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tokenmill as sgl
+from tokenmill.metrics import Metrics
 
 pytestmark = pytest.mark.cpu
 
@@ -237,6 +239,70 @@ def test_metrics_count_what_happened() -> None:
     assert found["tokenmill:e2e_request_latency_seconds_sum"] > found["tokenmill:queue_time_seconds_sum"]
     assert found["tokenmill:inter_token_latency_seconds_count"] >= 4
     assert found["tokenmill:num_running_requests"] == 0
+
+
+def test_requests_that_nobody_waits_for_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(logits: Any, params: Any) -> Any:
+        raise ValueError("no")
+
+    async def leave() -> None:
+        stream = await engine.async_generate(PROMPT, LONG, stream=True)
+        await anext(stream)
+        await stream.aclose()
+        task = asyncio.create_task(engine.async_generate([PROMPT] * 2, LONG))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    with sgl.Engine(device="cpu", enable_metrics=True, log_requests=True) as engine:
+        closed = engine.generate(PROMPT, LONG, stream=True)
+        next(closed)
+        closed.close()
+        closed.close()
+        forgotten = engine.generate([PROMPT] * 2, LONG, stream=True)
+        next(forgotten)
+        del forgotten
+        asyncio.run(leave())
+        rows = engine.iter([PROMPT] * 3, sampling_params=LONG)
+        threading.Timer(0.3, rows.close).start()
+        assert not list(rows)
+        with pytest.raises(sgl.RequestFailed):  # the others of the call are given up
+            engine.generate([PROMPT] * 2, LONG, custom_logit_processor=[fails, None])
+        found = figures(engine)
+    assert found["tokenmill:num_requests_total"] == 1 + 2 + 1 + 2 + 3 + 2
+    assert found["tokenmill:num_aborted_requests_total"] == 11
+    lines = [record.getMessage() for record in caplog.records if record.name == "tokenmill.requests"]
+    received, finished = (
+        [line for line in lines if line.startswith(word)] for word in ("received", "finished")
+    )
+    assert len(received) == len(finished) == 11
+    assert sum("nobody waited for it any more" in line for line in finished) == 10
+
+
+def test_the_garbage_collector_may_give_up_a_request_while_another_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs anywhere, also where a thread holds a lock of the library that counts."""
+    with sgl.Engine(device="cpu", enable_metrics=True) as engine:
+        cycle: list[Any] = [engine.generate(PROMPT, LONG, stream=True)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        count, lock = Metrics.finished, threading.Lock()
+
+        def collects(self: Metrics, facts: Any) -> None:
+            with lock:
+                gc.collect()
+                count(self, facts)
+
+        monkeypatch.setattr(Metrics, "finished", collects)
+        thread = threading.Thread(target=lambda: engine.generate(PROMPT, SHORT), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive(), "it waits for itself"
+        assert figures(engine)["tokenmill:num_requests_total"] == 2
+        assert figures(engine)["tokenmill:num_aborted_requests_total"] == 1
 
 
 def test_engines_count_apart_and_need_to_be_asked(llm: sgl.Engine) -> None:

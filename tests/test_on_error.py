@@ -237,9 +237,9 @@ def test_a_bad_row_takes_its_seeds_with_it() -> None:
     mixed = tokens(["a", "", "c", "d"], [params, params, {**params, "top_p": 7}, params])
     assert mixed == [*every[:2], None, None, None, None, *every[6:]]
     seeded = {**params, "sampling_seed": 1}
-    shifted = tokens(["a", "b", "", "b"], [params, seeded, {**seeded, "top_p": 7}, params])
-    assert shifted[:2] == every[:2]
-    assert shifted[6:] == every[2:4]
+    mixed = tokens(["a", "b", "", "d"], [params, seeded, {**seeded, "top_p": 7}, params])
+    assert mixed[:2] == every[:2]
+    assert mixed[6:] == every[6:]
 
 
 # ── what goes wrong later ─────────────────────────────────────────────────────────────────────

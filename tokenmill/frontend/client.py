@@ -30,7 +30,7 @@ from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver
 from tokenmill.frontend.event_loops import Threads
 from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
 from tokenmill.frontend.interrupts import Interrupts
-from tokenmill.frontend.observers import open_observers
+from tokenmill.frontend.observers import Observers
 from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
@@ -75,7 +75,7 @@ class Client:
         self.tensor_update = ""  # another word after each update of weights that no file holds
         self.metrics = Metrics(str(config.served_model_name)) if config.enable_metrics else None
         self.threads = Threads()  # for calls that only their task waits for
-        self._observers = open_observers(config, tokenizer, self.metrics)
+        self.observers = Observers.of(config, tokenizer, self.metrics)
         self._core: Core = start_core(config, deliver=self._deliver, died=self._died)
 
     @property
@@ -169,7 +169,7 @@ class Client:
             if not self.advance(call, partial(woken.put, None)):
                 _sleep(woken, left)
         if call.num_unfinished:
-            self.drop(call)
+            self._abandon(call)
             call.put([failure(row, INTERRUPTED) for row in call.rows if row.finish is None])
             self.advance(call, partial(woken.put, None))
         self._make_shown(call)
@@ -230,8 +230,7 @@ class Client:
         if row.shows_more and not call.streams:
             call.shown.append(row)
         if row.finish is not None:
-            for observer in self._observers:
-                observer.finished(row)
+            self.observers.finished(row)
             if call.raises_errors:
                 _raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
@@ -300,9 +299,7 @@ class Client:
             self._raise_if_ended()
             self._raise_if_released()
             self._register(call)
-        for observer in self._observers:
-            for row in call.rows:
-                observer.received(row)
+        self.observers.received(call.rows)
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.running)
@@ -322,9 +319,7 @@ class Client:
             self._raise_if_released()
             for call in calls:
                 self._register(call)
-        for observer in self._observers:
-            for row in itertools.chain.from_iterable(call.rows for call in calls):
-                observer.received(row)
+        self.observers.received(row for call in calls for row in call.rows)
         self._send([request for call in calls for request in call.requests])
 
     def _send(self, requests: Sequence[Request]) -> None:
@@ -345,6 +340,13 @@ class Client:
 
     def drop(self, *calls: Call) -> None:
         """Nobody waits for these calls any more: cancel what is left of them."""
+        self._abandon(*calls)
+        left = [row for call in calls if call.is_started for row in call.rows if row.finish is None]
+        for row in left:
+            row.give_up()
+        self.observers.given_up(left)
+
+    def _abandon(self, *calls: Call) -> None:
         for call in calls:
             call.session.drop()
         self._cancel([row.name for call in calls for row in call.rows])

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tokenmill import logs
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, RowError, TooLong, reading
 from tokenmill.frontend.failures import RAISED, Faults
@@ -261,24 +262,20 @@ class InputReader:
         if len(sound) == len(read):
             return sound
         # One number holds for all; where it is at fault it counts as 1.
-        n = sound[0].params.n if sound else max(self._as_given(item, "n") for item in given)
-        return [each or self._stand_in(item, n) for item, each in zip(given, read, strict=True)]
-
-    def _stand_in(self, value: Any, n: int) -> Settings:
-        params = SamplingParams(n=n, sampling_seed=self._as_given(value, "sampling_seed"))
-        return Settings(
+        params = SamplingParams(n=sound[0].params.n if sound else max(map(self._n_as_given, given)))
+        stand_in = Settings(
             params, is_length_explicit=False, stop_ids=(), held_ids=(), report_interval=0, grammar=None
         )
+        return [each or stand_in for each in read]
 
-    def _as_given(self, value: Any, name: str) -> Any:
-        """One of the parameters that are at fault together; the default if it is at fault itself."""
-        default = SamplingParams()
+    def _n_as_given(self, value: Any) -> int:
+        """`n` of parameters that are at fault together; 1 if it is at fault itself."""
         try:
-            given = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-            own = {} if given is None else {name: given}
-            return getattr(SamplingParams.from_value(own, defaults=self._defaults), name)
+            given = value.get("n") if isinstance(value, Mapping) else getattr(value, "n", None)
+            own = {} if given is None else {"n": given}
+            return SamplingParams.from_value(own, defaults=self._defaults).n
         except Exception:  # an object may fail in any way when it is asked
-            return getattr(default, name)
+            return 1
 
     def settings(self, value: Any, index: int | None = None, *, stream: bool = False) -> Settings:
         """The parameters of one prompt; `index` is its place in a batch, for messages."""
@@ -289,7 +286,7 @@ class InputReader:
             raise InvalidArgument(
                 f"{place}: {name} needs a tokenizer, and this engine has none; use stop_token_ids instead"
             )
-        stop_ids = self._stop_ids(params, place)
+        stop_ids = self._stop_ids(params)
         self._check_biases(params, place)
         if stream:
             interval = params.stream_interval or self._stream_interval
@@ -306,16 +303,16 @@ class InputReader:
         held_ids = self._held_ids(params, stop_ids, place, has_grammar=grammar is not None)
         return Settings(params, is_explicit, stop_ids, held_ids, interval, grammar)
 
-    def _stop_ids(self, params: SamplingParams, place: str) -> tuple[int, ...]:
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         vocab_size = self._facts.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocab_size:
-                raise InvalidArgument(
-                    f"{place}: stop_token_ids has {token}, but the vocabulary has {vocab_size} ids "
-                    f"(0 to {vocab_size - 1})"
-                )
+        own = [token for token in params.stop_token_ids if token < vocab_size]
+        if len(own) < len(params.stop_token_ids):  # as examples have them that were written for another model
+            logs.warn_once(
+                "stop_token_ids",
+                f"stop_token_ids has ids beyond the {vocab_size} of the model's vocabulary; they end nothing",
+            )
         eos_ids = () if params.ignore_eos else self._eos_ids
-        return tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        return tuple(dict.fromkeys((*eos_ids, *own)))
 
     def _held_ids(
         self, params: SamplingParams, stop_ids: tuple[int, ...], place: str, *, has_grammar: bool

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill import logs
@@ -29,16 +32,66 @@ class Observer(Protocol):
     def finished(self, row: Row) -> None: ...
 
 
-def open_observers(
-    config: EngineConfig, tokenizer: Tokenizer | None, metrics: Metrics | None
-) -> Sequence[Observer]:
-    """Those that the configuration asks for."""
-    observers: list[Observer] = []
-    if metrics is not None:
-        observers.append(_Figures(metrics))
-    if config.log_requests:
-        observers.append(_RequestLog(config.log_requests_level, tokenizer))
-    return observers
+class Observers:
+    """Those that the configuration asks for, told by one thread at a time.
+
+    The garbage collector may give requests up, in the middle of whatever a thread does here: that thread
+    tells of them when it is done.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._lock = threading.Lock()
+        self._given_up: deque[Row] = deque()
+
+    @classmethod
+    def of(cls, config: EngineConfig, tokenizer: Tokenizer | None, metrics: Metrics | None) -> Observers:
+        """The observers of an engine with these arguments."""
+        observers: list[Observer] = []
+        if metrics is not None:
+            observers.append(_Figures(metrics))
+        if config.log_requests:
+            observers.append(_RequestLog(config.log_requests_level, tokenizer))
+        return cls(observers)
+
+    def received(self, rows: Iterable[Row]) -> None:
+        """Requests were submitted."""
+        if self._observers:
+            with self.alone():
+                for row in rows:
+                    for observer in self._observers:
+                        observer.received(row)
+
+    def finished(self, row: Row) -> None:
+        """A request ended."""
+        if self._observers:
+            with self.alone():
+                self._tell_end(row)
+
+    def given_up(self, rows: Iterable[Row]) -> None:
+        """Requests ended because nobody waits for them any more. Waits for no lock."""
+        if self._observers:
+            self._given_up.extend(rows)
+            self._tell_of_given_up()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which nobody is told anything, such as one that reads the figures."""
+        with self._lock:
+            yield
+        self._tell_of_given_up()
+
+    def _tell_of_given_up(self) -> None:
+        while self._given_up and self._lock.acquire(blocking=False):
+            try:
+                while self._given_up:
+                    self._tell_end(self._given_up.popleft())
+            finally:
+                self._lock.release()
+
+    def _tell_end(self, row: Row) -> None:
+        for observer in self._observers:
+            observer.finished(row)
 
 
 class _Figures:

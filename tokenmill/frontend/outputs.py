@@ -115,6 +115,16 @@ class Row:
         self.latency_seconds = arrival.seconds - self.submitted_seconds
         return piece
 
+    def give_up(self) -> None:
+        """End it here, because nobody waits for it any more."""
+        self.finish = Finish(
+            "abort",
+            message="nobody waited for it any more",
+            status_code=ABORTED,
+            error_type="aborted",
+        )
+        self.latency_seconds = time.perf_counter() - self.submitted_seconds
+
     @property
     def shows_more(self) -> bool:
         """Whether the result tells more than tokens."""

@@ -14,37 +14,3 @@ response = engine.generate(
 )
 
 print(response["text"])
-
-# Sampling Parameters
-sampling_params = {
-    # Token generation
-    "max_new_tokens": 256,
-    "min_new_tokens": 10,
-    
-    # Randomness control
-    "temperature": 0.8,
-    "top_p": 0.95,
-    "top_k": 50,
-    "min_p": 0.05,
-    
-    # Repetition control
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    
-    # Stop conditions
-    "stop": ["\n\n", "END"],
-    "stop_token_ids": [128001, 128009],
-    
-    # Advanced
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "n": 1  # number of completions
-}
-
-response = engine.generate(
-    prompt="Write a function to compute fibonacci",
-    sampling_params=sampling_params
-)
-
-print(f"{response['meta_info']['completion_tokens']} tokens")
