@@ -27,8 +27,9 @@ def create_app(llm: sgl.Engine) -> FastAPI:
     app = FastAPI()
 
     @app.exception_handler(sgl.InvalidArgument)
-    async def mistake(request: Request, error: sgl.InvalidArgument) -> Response:
-        return JSONResponse({"error": str(error)}, status_code=400)
+    @app.exception_handler(sgl.RequestFailed)
+    async def failed(request: Request, error: Any) -> Response:
+        return JSONResponse({"error": str(error)}, status_code=error.status_code)
 
     @app.post("/generate")
     async def generate(body: Body, request: Request) -> Response:

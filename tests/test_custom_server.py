@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import socket
@@ -30,8 +31,8 @@ def llm() -> Iterator[sgl.Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def url(llm: sgl.Engine) -> Iterator[str]:
+@contextlib.contextmanager
+def served(llm: sgl.Engine) -> Iterator[str]:
     """The example on a free port, in a thread."""
     spec = importlib.util.spec_from_file_location("custom_server", EXAMPLE)
     assert spec is not None
@@ -45,6 +46,12 @@ def url(llm: sgl.Engine) -> Iterator[str]:
         yield f"http://127.0.0.1:{door.getsockname()[1]}"
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def url(llm: sgl.Engine) -> Iterator[str]:
+    with served(llm) as url:
+        yield url
 
 
 def wait_until_idle(llm: sgl.Engine) -> None:
@@ -117,6 +124,17 @@ def test_a_client_who_does_not_wait_for_a_whole_answer(url: str, llm: sgl.Engine
     start = time.monotonic()
     wait_until_idle(llm)
     assert time.monotonic() - start < 5
+
+
+def test_a_full_queue_is_told_by_its_status() -> None:
+    with (
+        sgl.Engine(model_path="tiny", max_running_requests=1, max_queued_requests=1) as small,
+        served(small) as url,
+        httpx.Client(base_url=url, trust_env=False) as client,
+    ):
+        answer = client.post("/generate", json={"prompt": ["a"] * 5, "sampling_params": LONG}, timeout=60)
+        assert answer.status_code == 503
+        assert "max_queued_requests" in answer.json()["error"]
 
 
 def test_it_is_short() -> None:

@@ -165,6 +165,16 @@ def test_params_that_a_processor_cannot_use(processor: Any, params: dict[str, An
         processor()(torch.zeros(1, VOCAB), [row([1], [2], **params)])
 
 
+def test_params_that_a_processor_cannot_use_are_the_fault_of_their_row(llm: sgl.Engine) -> None:
+    good, bad = {"max_new_tokens": 2}, {"max_new_tokens": 2, "custom_params": {"token_ids": [10**6]}}
+    call = partial(llm.generate, ["The cat"] * 2, [good, bad], custom_logit_processor=[None, AllowedTokens])
+    with pytest.raises(ValueError, match=r"token_ids\[0\] must be between 0 and"):
+        call()
+    fine, failed = call(on_error="return")
+    assert fine["error"] is None
+    assert (failed["error"]["type"], failed["error"]["status_code"]) == ("bad_parameters", 400)
+
+
 # ── naming one ──
 
 

@@ -283,6 +283,7 @@ def test_messages_that_are_none(llm: sgl.Engine, messages: Any, error: Any, mess
     [
         ({"type": "function"}, sgl.WrongType, "tools must be a list"),
         (["weather"], sgl.WrongType, r"tools\[0\] must be a dict in OpenAI's shape or a Python function"),
+        ([{"type": "function"}], sgl.InvalidArgument, r"tools\[0\] has no 'function' with a name"),
         ([lambda city: city], sgl.InvalidArgument, r"tools\[0\] cannot be described"),
     ],
 )

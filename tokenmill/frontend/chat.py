@@ -284,6 +284,8 @@ def _tools(value: Any) -> list[Any] | None:
 
 def _tool(tool: Any, place: str) -> Any:
     if isinstance(tool, Mapping):
+        if not isinstance(tool.get("function"), Mapping) and "name" not in tool:
+            raise InvalidArgument(f"{place} has no 'function' with a name, as tools in OpenAI's shape have")
         return dict(tool)
     if not callable(tool):
         raise WrongType(f"{place} must be a dict in OpenAI's shape or a Python function, got {show(tool)}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenmill.errors import told
+from tokenmill.errors import InvalidArgument, told
 from tokenmill.messages import Failure, IntArray, TokenMasks
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.drawing import Changes
@@ -82,6 +82,9 @@ class HostChanges(Changes):
                     self._call(processor, logits_QV, [row])
                 return
             slot = int(self._slots[rows[0]])
+            if isinstance(error, InvalidArgument):  # of the request's custom_params, say
+                self._failures[slot] = Failure(str(error), error.error_type, error.status_code)
+                return
             _log.warning("a logit processor failed", exc_info=True)
             self._failures[slot] = Failure(f"its logit processor failed: {told(error)}")
 
