@@ -420,6 +420,7 @@ def test_facts(llm: sgl.Engine, byte_folder: Path) -> None:
     assert info["tp_size"] == 1
     assert info["version"] == sgl.__version__
     assert info["internal_states"][0]["memory_usage"]["weight"] == 1.0
+    assert info["internal_states"][0]["tp_size"] == 1, "all arguments once more"
     assert (info["tp_size"], info["quantization"], info["kv_cache_dtype"], info["host"]) == (
         1,
         None,

@@ -29,9 +29,8 @@ def server_info(
     config: ServerArgs, facts: EngineFacts, state: Mapping[str, Any] | None, rest: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments by our names and SGLang's, facts, and load: `state` of the core, None if it is closed."""
-    told, arguments = _fields(facts), _fields(config)
+    told, arguments = _fields(facts), {**config.others(), **_fields(config)}
     return {
-        **config.others(),
         **arguments,
         **told,
         "status": "closed" if state is None else "ready",
