@@ -188,3 +188,19 @@ def test_only_files_that_are_used_are_fetched(monkeypatch: pytest.MonkeyPatch, t
         ignore_patterns=asked["ignore_patterns"],  # type: ignore[arg-type]
     )
     assert set(kept) == wanted
+
+
+def test_json_of_a_model_is_an_object_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert hub.read_json(path) is None
+    path.write_text('{"a": "é"}', encoding="utf-8")
+    assert hub.read_json(path) == {"a": "é"}
+    path.write_text("\n")
+    with pytest.raises(
+        InvalidArgument, match=r"config\.json is not valid JSON \(it is empty\); .*fetch it again"
+    ):
+        hub.read_json(path)
+    path.unlink()
+    path.symlink_to("nowhere")  # as a cache of the hub that somebody tidied up
+    with pytest.raises(InvalidArgument, match=r"config\.json cannot be read \(No such file.*dead link"):
+        hub.read_json(path)

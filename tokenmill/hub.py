@@ -1,13 +1,15 @@
 """From what a user calls a model (a folder, "tiny", or a hub id) to the folder that holds its files.
 
-Knows nothing of what is in the files, and imports no torch.
+Knows nothing of what the files mean, and imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tokenmill.errors import InvalidArgument, ModelNotFound, did_you_mean
 
@@ -16,6 +18,8 @@ BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
 _PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "tokenizer*"]
 # The same weights once more, in layouts of other programs.
 _OTHER_LAYOUTS = ["consolidated*", "original/*", "onnx/*", "openvino/*", "*.gguf"]
+# What to do about a file that is broken.
+FETCH_AGAIN = "the download may be incomplete, or the file a Git LFS pointer or a dead link: fetch it again"
 
 
 def resolve(
@@ -45,6 +49,33 @@ def resolve(
     if _looks_like_a_path(name):
         raise ModelNotFound(f"{argument}={name!r}: there is no such folder.{_neighbour(path)}")
     return _download(name, revision=revision, download_dir=download_dir, argument=argument)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file of a model; None if nothing has that name.
+
+    Raises `InvalidArgument` where it cannot be read, or is anything else.
+    """
+    if not os.path.lexists(path):
+        return None
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = error if text.strip() else "it is empty"
+        raise InvalidArgument(f"{path} is not valid JSON ({problem}); {FETCH_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} must hold a JSON object, not {type(value).__name__}; {FETCH_AGAIN}")
+    return value
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of a model; raises `InvalidArgument` where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        raise InvalidArgument(f"{path} cannot be read ({problem}); {FETCH_AGAIN}") from error
 
 
 def _bundled(name: str) -> Path:

@@ -80,6 +80,23 @@ def test_a_damaged_file(save_checkpoint: Save) -> None:
         load(folder)
 
 
+def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(save_checkpoint: Save) -> None:
+    folder, _ = save_checkpoint("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1}))  # 512 GiB
+    with pytest.raises(InvalidArgument, match=r"embed_tokens\.weight.*\[128, 64\].*\[2147483647, 64\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_head_that_cannot_be_compared(save_checkpoint: Save, name: str) -> None:
+    folder, _ = save_checkpoint("llama", tie_word_embeddings=True)
+    embedding = stored(folder, "model.embed_tokens.weight")
+    change(folder, {"lm_head.weight": embedding.clone()} | {name: embedding.to(torch.float8_e4m3fn)})
+    with pytest.raises(InvalidArgument, match=rf"{name}.*F8_E4M3.*quantized"):
+        load(folder)
+
+
 def test_a_missing_tensor_is_named(save_checkpoint: Save) -> None:
     folder, _ = save_checkpoint("llama")
     change(folder, {f"model.layers.1.self_attn.{part}_proj.weight": None for part in "kv"})

@@ -205,6 +205,20 @@ def test_a_cut_model_knows_its_stored_layers(read: Read) -> None:
         ({"num_attention_heads": "four"}, "num_attention_heads"),
         ({"num_key_value_heads": 3}, r"num_attention_heads=4.*num_key_value_heads=3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_hidden_layers": 10**30}, r"num_hidden_layers=10+ must be from 1 to 10000"),
+        ({"hidden_size": -4}, "hidden_size=-4 must be from 1"),
+        ({"head_dim": 0}, "head_dim=0 must be from 1"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings=2147483648"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e30}}, r"2\.56e\+32 tokens"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "inf tokens"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rms_norm_eps": -1.0}, r"rms_norm_eps=-1\.0"),
+        ({"architectures": 5}, "must be a list with one name, not 5"),
+        ({"architectures": ["MistralForCausalLM"]}, r"does not go with model_type 'llama'.*'sliding_window'"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is none"),
+        (QWEN2 | {"head_dim": float("nan")}, "head_dim=nan must be a whole number"),
+        (QWEN2 | {"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776"),
         ({"torch_dtype": "float64"}, r"float64.*bfloat16"),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 0},
@@ -220,9 +234,31 @@ def test_a_cut_model_knows_its_stored_layers(read: Read) -> None:
         ),
     ],
 )
-def test_what_we_do_not_run_is_refused_by_name(read: Read, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedModel, match=words):
+def test_what_we_do_not_run_is_refused_by_name(
+    read: Read, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=words) as caught:
         read(LLAMA | changes)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_a_refused_override_is_called_so(read: Read) -> None:
+    with pytest.raises(
+        UnsupportedModel, match=r"config\.json with json_model_override_args: hidden_act='gelu'"
+    ):
+        read(LLAMA, overrides={"hidden_act": "gelu"})
+
+
+def test_an_override_may_repair_what_is_stored(read: Read) -> None:
+    spec = read(LLAMA | {"num_hidden_layers": "two"}, overrides={"num_hidden_layers": 2})
+    assert (spec.num_layers, spec.num_stored_layers) == (2, 2)
+
+
+@pytest.mark.parametrize("ids", ["x", {}, 1.5, True, [2, None], [[2]]])
+def test_an_end_token_that_is_no_id(read: Read, tmp_path: Path, ids: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(InvalidArgument, match=r"eos_token_id=.*/generation_config\.json must be a token id"):
+        read(LLAMA)
 
 
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:

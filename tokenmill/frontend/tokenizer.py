@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import hub
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, ModelNotFound
+from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel, told
 from tokenmill.frontend.detokenizer import (
     REPLACEMENT,
     BytesDetokenizer,
@@ -36,6 +36,15 @@ _CONTEXT_TOKENS = 8
 _END_OF_MESSAGE = ("<|eom_id|>",)
 # More than most tokens have, so that the beginning of a text that is too long shows it.
 _CHARACTERS_OF_TOKEN = 8
+# What transformers reads of a folder before it has a tokenizer.
+_JSON_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -62,7 +71,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
-        """The tokenizer of `tokenizer_path`, or else of the model; raises `ModelNotFound` if it has none."""
+        """The tokenizer of `tokenizer_path`, or else of the model.
+
+        Raises `ModelNotFound` if it has none, and `InvalidArgument` where its files are broken.
+        """
         argument = "tokenizer_path" if config.tokenizer_path else "model_path"
         revision = None if config.tokenizer_path else config.revision
         path = config.tokenizer_path or config.model_path
@@ -75,7 +87,13 @@ class Tokenizer:
         with quick_imports(for_gpu=config.device != "cpu" and not config.core_process):
             from transformers import AutoTokenizer  # which imports torch
 
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+            loaded("", verbose=False)  # some senseless settings fail with the first text, whichever it is
+        except ImportError:
+            raise
+        except Exception as error:  # transformers has no common base for what it raises
+            raise _unusable(folder, error, trust_remote_code=config.trust_remote_code) from error
         return cls(loaded)
 
     def get(self) -> Any:
@@ -214,6 +232,43 @@ def _unencodable(texts: Sequence[str], error: Exception) -> Exception:
                 f"position {place.start}; decode bytes with errors='replace' to avoid it"
             )
     return error
+
+
+# ── files that make no tokenizer ──────────────────────────────────────────────────────────────
+
+
+def _unusable(folder: Path, error: Exception, *, trust_remote_code: bool) -> InvalidArgument:
+    """The error for a tokenizer that transformers cannot load; it names the file at fault if that shows."""
+    for name in _JSON_FILES:
+        hub.read_json(folder / name)  # raises
+    for template in folder.glob("*.jinja"):
+        hub.read_text(template)
+    from tokenizers import Tokenizer as Backend
+    from transformers import AutoConfig
+
+    problem = told(error)
+    read_config = partial(AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
+    if problem == _problem(read_config, folder):  # it is read before the tokenizer
+        return UnsupportedModel(
+            f"{folder / 'config.json'}: this is not a valid configuration: {problem}; correct the file"
+        )
+    files = sorted({path.name for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
+    if "tokenizer.json" in files and (own_problem := _problem(Backend.from_file, folder / "tokenizer.json")):
+        files, problem = ["tokenizer.json"], own_problem
+    return InvalidArgument(
+        f"{' or '.join(files)} in {folder} cannot be used: {problem}. Repair or fetch it again, name another "
+        "folder or hub id as tokenizer_path, or pass skip_tokenizer_init=True to work with input_ids and "
+        "output_ids only"
+    )
+
+
+def _problem(read: Callable[[str], Any], path: Path) -> str | None:
+    """How reading fails; None if it does not."""
+    try:
+        read(str(path))
+    except Exception as error:
+        return told(error)
+    return None
 
 
 # ── what a token is in bytes ──────────────────────────────────────────────────────────────────

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,9 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenmill.errors import InvalidArgument, ModelNotFound
+from tokenmill.hub import FETCH_AGAIN, read_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MOST_NAMES = 5  # in a message
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -84,29 +86,29 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
-    """Open all weight files of a folder; `ModelNotFound` if there are none, or one of the index lacks."""
+    """Open all weight files of a folder.
+
+    Raises `ModelNotFound` if there are none or one of the index lacks, `InvalidArgument` for broken ones.
+    """
     with ExitStack() as stack:
-        readers = []
-        for path in weight_files(folder):
-            try:
-                readers.append(stack.enter_context(safe_open(path, framework="pt", device="cpu")))
-            except SafetensorError as error:
-                raise InvalidArgument(
-                    f"{path} is not a readable safetensors file ({error}): the download may be incomplete, "
-                    "or the file a Git LFS pointer"
-                ) from error
-        yield Checkpoint(readers, folder)
+        yield Checkpoint([stack.enter_context(_open(path)) for path in weight_files(folder)], folder)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        problem = "it is a folder" if path.is_dir() else error
+        raise InvalidArgument(
+            f"{path} is not a readable safetensors file ({problem}); {FETCH_AGAIN}"
+        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those of its index, or the single one, or all there are."""
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
-        missing = [path.name for path in files if not path.is_file()]
-        if missing:
-            raise ModelNotFound(f"{folder} lacks {', '.join(missing)}, which {_INDEX} lists")
-        return files
+    index = read_json(folder / _INDEX)
+    if index is not None:
+        return _indexed(folder, index.get("weight_map"))
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     # Mistral puts the same weights once more, in another layout, into files of this name.
@@ -119,6 +121,24 @@ def weight_files(folder: Path) -> list[Path]:
             "writes them), or use load_format='dummy' for random weights"
         )
     return files
+
+
+def _indexed(folder: Path, weight_map: Any) -> list[Path]:
+    """The files of an index, which has the file's name for each tensor."""
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(
+            f"{folder / _INDEX} must have an object 'weight_map' with the name of a file for each tensor; "
+            f"{FETCH_AGAIN}, or remove it if all *.safetensors of the folder are the model's"
+        )
+    files = sorted(set(names))
+    missing = [name for name in files if not os.path.isfile(folder / name)]
+    if missing:
+        dots = f", ... ({len(missing)} in all)" if len(missing) > _MOST_NAMES else ""
+        raise ModelNotFound(
+            f"{folder} lacks {', '.join(missing[:_MOST_NAMES])}{dots}, which {_INDEX} lists; {FETCH_AGAIN}"
+        )
+    return [folder / name for name in files]
 
 
 def stored_dtype(folder: Path) -> str:

@@ -66,10 +66,11 @@ def load_model(
         return cast(Model, network)
     with open_checkpoint(folder) as checkpoint:
         spec = _with_own_head(spec, checkpoint)
+        _check_before_building(checkpoint, spec, dtype=dtype)
         network = _build(spec, dtype=dtype, device=device)
         slots = dict(cast(Model, network).weight_slots())
         filled = _Packing(network, slots).filled if packs else None
-        _fill(slots, checkpoint, spec, progress=progress, filled=filled)
+        _fill(slots, checkpoint, progress=progress, filled=filled)
     return cast(Model, network)
 
 
@@ -87,7 +88,8 @@ def _with_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """Untie the output layer where the checkpoint, despite its configuration, has one of its own."""
     if not spec.tied_embeddings or not {_EMBEDDING, _HEAD} <= checkpoint.names:
         return spec
-    if torch.equal(checkpoint.read(_EMBEDDING), checkpoint.read(_HEAD)):
+    comparable = {checkpoint.dtype(_EMBEDDING), checkpoint.dtype(_HEAD)} <= set(_FLOATS)
+    if comparable and torch.equal(checkpoint.read(_EMBEDDING), checkpoint.read(_HEAD)):
         return spec
     _log.warning(
         "tie_word_embeddings is true, but %s differs from the embedding in the checkpoint; it is used", _HEAD
@@ -125,14 +127,11 @@ def _parent(name: str) -> str:
 def _fill(
     slots: dict[str, torch.Tensor],
     source: TensorSource,
-    spec: ModelSpec,
     *,
     progress: bool,
     filled: Callable[[str], None] | None = None,
 ) -> None:
     """Copy a tensor to each slot. Each is let go of before `filled` is called with its name."""
-    _check_names(slots, source, spec)
-    _check_tensors(slots, source)
     # A class of its own, because tqdm's would start a thread that watches all bars and outlives them.
     bar_class = type("ProgressBar", (tqdm,), {"monitor_interval": 0})
     with bar_class(
@@ -151,6 +150,19 @@ def _fill(
             del slot
             if filled is not None:
                 filled(name)
+
+
+def _check_before_building(source: TensorSource, spec: ModelSpec, *, dtype: torch.dtype) -> None:
+    """As `_check`, while no memory is taken: a wrong number in a configuration may ask for far too much."""
+    short = dataclasses.replace(spec, context_length=1)  # tables over positions are no weights
+    blueprint = build_model(short, dtype=dtype, device=torch.device("meta"))
+    _check(blueprint.weight_slots(), source, spec)
+
+
+def _check(slots: Mapping[str, torch.Tensor], source: TensorSource, spec: ModelSpec) -> None:
+    """Raise `InvalidArgument` unless the source has what belongs into the slots, and nothing else."""
+    _check_names(slots, source, spec)
+    _check_tensors(slots, source)
 
 
 def _check_names(slots: Mapping[str, torch.Tensor], source: TensorSource, spec: ModelSpec) -> None:
@@ -231,11 +243,12 @@ def update_weights(model: Model, spec: ModelSpec, source: TensorSource, *, parti
     with open_slots(model, source.names if partial else None) as (slots, is_packed):
         source = _unstacked(source, slots) if partial else source
         spec = dataclasses.replace(spec, tied_embeddings=_HEAD not in slots)
-        _check_tie(slots, source)
         wanted = {name: slot for name, slot in slots.items() if not partial or name in source.names}
+        _check(wanted, source, spec)
+        _check_tie(slots, source)
         slots.clear()
         filled = _Packing(cast(nn.Module, model), wanted).filled if is_packed else None
-        _fill(wanted, source, spec, progress=False, filled=filled)
+        _fill(wanted, source, progress=False, filled=filled)
 
 
 def _unstacked(source: TensorSource, slots: Mapping[str, torch.Tensor]) -> TensorSource:
@@ -278,8 +291,8 @@ def _check_tie(slots: Mapping[str, torch.Tensor], source: TensorSource) -> None:
     if _HEAD in slots or _HEAD not in source.names:
         return
     embedding = source.read(_EMBEDDING) if _EMBEDDING in source.names else slots[_EMBEDDING]
-    head = source.read(_HEAD)
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
+    fits = source.dtype(_HEAD) in _FLOATS and source.shape(_HEAD) == tuple(embedding.shape)
+    if not fits or not torch.equal(source.read(_HEAD).to(embedding), embedding):
         raise InvalidArgument(
             f"{_HEAD} in {source.title} differs from the embedding, but this model was loaded with both "
             "tied; make a new engine for it"

@@ -7,10 +7,9 @@ Weights are `loader.py`'s business.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 
 from tokenmill.attention.base import AttentionSpec
-from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel
+from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel, told
+from tokenmill.hub import read_json
 from tokenmill.layers.rotary import ROPE_TYPES, RopeSpec, inverse_frequencies
 from tokenmill.models.checkpoint import stored_dtype
 from tokenmill.models.configuration import COUNTS, read_configuration
@@ -30,6 +30,10 @@ from tokenmill.models.registry import model_class
 _log = logging.getLogger("tokenmill")
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# Largest numbers of a configuration that we believe; what they count is laid out before it is compared.
+_MOST = dict.fromkeys(COUNTS, 2**31 - 1)
+_MOST |= {"num_hidden_layers": 10_000, "hidden_size": 2**20, "head_dim": 2**16}
+_MOST_POSITIONS = _MOST["max_position_embeddings"]
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _ROPE_KEYS = {
     "attention_factor",
@@ -92,26 +96,39 @@ def read_spec(
     model's own. `trust_remote_code` permits a configuration class that lies in the folder.
 
     Raises `ModelNotFound` without a config.json, `UnsupportedModel` for what we do not run,
-    `UnknownArgument` for an override that the configuration does not have.
+    `UnknownArgument` for an override that the configuration does not have, `InvalidArgument` for a file that
+    cannot be read.
     """
-    stored = _read_json(folder / "config.json")
+    path = folder / "config.json"
+    stored = read_json(path)
     if stored is None:
         raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint that can be loaded")
-    config = None if overrides else read_configuration(stored)
-    if config is None:
-        config = _configuration(folder, stored, overrides or {}, trust_remote_code=trust_remote_code)
+    with _of_file(path, overrides or {}):
+        _check_counts({**stored, **(overrides or {})})
+        config = None if overrides else read_configuration(stored)
+        if config is None:
+            config = _configuration(folder, stored, overrides or {}, trust_remote_code=trust_remote_code)
+        return _read_facts(folder, config, stored, context_length)
+
+
+def _read_facts(
+    folder: Path, config: Any, stored: Mapping[str, Any], context_length: int | None
+) -> ModelSpec:
     architecture = _architecture(config)
-    family: FamilyFacts = model_class(architecture).read_facts(config)
+    family = _family(architecture, config)
     _refuse_unsupported(config)
     rope = _rope(config)
-    length = _context_length(config, rope, context_length)
+    length = _context_length(rope, context_length)
+    num_stored_layers = stored.get("num_hidden_layers")
+    if not isinstance(num_stored_layers, int):  # missing, or an override repaired it
+        num_stored_layers = config.num_hidden_layers
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         inner_size=config.intermediate_size,
         num_layers=config.num_hidden_layers,
-        num_stored_layers=stored.get("num_hidden_layers", config.num_hidden_layers),
+        num_stored_layers=num_stored_layers,
         context_length=length,
         eos_token_ids=_eos_token_ids(folder, config),
         dtype=_dtype(folder, config),
@@ -127,13 +144,10 @@ def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     """The windows of a configuration that lists `layer_types`."""
     unknown = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UnsupportedModel(
-            f"layer_types of config.json has {unknown}; supported: 'full_attention', 'sliding_attention'"
-        )
+        raise UnsupportedModel(f"layer_types has {unknown}; supported: 'full_attention', 'sliding_attention'")
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise UnsupportedModel(
-            "layer_types of config.json has 'sliding_attention', but sliding_window is null or "
-            "use_sliding_window is false"
+            "layer_types has 'sliding_attention', but sliding_window is null or use_sliding_window is false"
         )
     return tuple(
         config.sliding_window if layer_type == "sliding_attention" else None
@@ -144,17 +158,22 @@ def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
 # ── the configuration ─────────────────────────────────────────────────────────────────────────
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if there is no such file."""
-    if not path.is_file():
-        return None
+@contextmanager
+def _of_file(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Begin the message of an `UnsupportedModel` with the file that says so."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+        yield
+    except UnsupportedModel as error:
+        changed = " with json_model_override_args" if overrides else ""
+        raise UnsupportedModel(f"{path}{changed}: {error}") from error
+
+
+def _check_counts(settings: Mapping[str, Any]) -> None:
+    """Whole numbers are in a range that makes sense. Other types are told by those who read on."""
+    for name, most in _MOST.items():
+        value = settings.get(name)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise UnsupportedModel(f"{name}={value} must be from 1 to {most}")
 
 
 def _configuration(
@@ -168,20 +187,17 @@ def _configuration(
     try:
         if trust_remote_code and "auto_map" in stored:
             config_class = type(AutoConfig.from_pretrained(folder, trust_remote_code=True))
-        elif model_type in CONFIG_MAPPING:
+        elif isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             with _no_composed_docstrings():
                 config_class = CONFIG_MAPPING[model_type]
         else:
-            raise UnsupportedModel(
-                f"{folder / 'config.json'} has model_type {model_type!r}, which transformers does not know"
-            )
+            raise UnsupportedModel(f"model_type {model_type!r} is none that transformers knows")
         return config_class.from_dict(merge_overrides(stored, overrides, config_class))
-    except (InvalidArgument, OSError):
+    except InvalidArgument:
         raise
     except Exception as error:  # transformers has no common base for what its validators raise
         raise UnsupportedModel(
-            f"{folder / 'config.json'}{' with json_model_override_args' if overrides else ''} "
-            f"is not a valid configuration: {error}"
+            f"this is not a valid configuration: {told(error)}; correct the file"
         ) from error
 
 
@@ -207,27 +223,37 @@ def _no_composed_docstrings() -> Iterator[None]:
 
 def _architecture(config: Any) -> str:
     architectures = config.architectures
-    if not architectures or len(architectures) != 1:
+    if not isinstance(architectures, list) or len(architectures) != 1:
         raise UnsupportedModel(
-            f"config.json must name one architecture, but 'architectures' is {architectures!r}; "
+            f"'architectures' must be a list with one name, not {architectures!r}; "
             'name it with json_model_override_args={"architectures": ["..."]}'
         )
     return str(architectures[0])
 
 
+def _family(architecture: str, config: Any) -> FamilyFacts:
+    read: Callable[[Any], FamilyFacts] = model_class(architecture).read_facts
+    try:
+        return read(config)
+    except AttributeError as error:  # another family's configuration
+        raise UnsupportedModel(
+            f"architecture {architecture!r} does not go with model_type {config.model_type!r}, which has no "
+            f"{error.name!r}"
+        ) from error
+
+
 def _refuse_unsupported(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(
-            "the checkpoint is quantized (config.json has a quantization_config), which is not supported "
-            "yet; use the original 16-bit or 32-bit checkpoint"
+            "the checkpoint is quantized (it has a quantization_config), which is not supported yet; use the "
+            "original 16-bit or 32-bit checkpoint"
         )
     if config.hidden_act not in _ACTIVATIONS:
         raise UnsupportedModel(
             f"hidden_act={config.hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
-    for name in COUNTS:
-        if getattr(config, name) < 1:
-            raise UnsupportedModel(f"{name}={getattr(config, name)} in config.json must be at least 1")
+    if not 0 <= config.rms_norm_eps < math.inf:
+        raise UnsupportedModel(f"rms_norm_eps={config.rms_norm_eps} must be a finite number from 0 on")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UnsupportedModel(
             f"num_attention_heads={config.num_attention_heads} is not a multiple of "
@@ -245,7 +271,10 @@ def _refuse_unsupported(config: Any) -> None:
 
 
 def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not isinstance(head_dim, int):  # a family without one does not check it
+        raise UnsupportedModel(f"head_dim={head_dim!r} must be a whole number, or null")
+    return head_dim
 
 
 def _rope(config: Any) -> RopeSpec:
@@ -253,11 +282,11 @@ def _rope(config: Any) -> RopeSpec:
     parameters = dict(config.rope_parameters)
     unknown = sorted(set(parameters) - _ROPE_KEYS)
     if unknown:
-        raise UnsupportedModel(f"rope parameters {unknown} of config.json are not supported")
+        raise UnsupportedModel(f"rope parameters {unknown} are not supported")
     rope_type = parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModel(
-            f"rope_type {rope_type!r} of config.json is not supported; supported: {', '.join(ROPE_TYPES)}"
+            f"rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
     share = parameters.get("partial_rotary_factor") or 1.0
     if share != 1.0 and rope_type != "proportional":
@@ -280,12 +309,10 @@ def _try_frequencies(rope: RopeSpec) -> None:
             return
     except Exception as error:  # whatever arithmetic on senseless numbers raises
         problem = error
-    raise UnsupportedModel(
-        f"rope parameters {dict(rope.parameters)} of config.json cannot be used: {problem}"
-    )
+    raise UnsupportedModel(f"rope parameters {dict(rope.parameters)} cannot be used: {problem}")
 
 
-def _context_length(config: Any, rope: RopeSpec, wanted: int | None) -> int:
+def _context_length(rope: RopeSpec, wanted: int | None) -> int:
     """The model's own length, or the shorter one that is wanted."""
     own = _own_context_length(rope)
     if wanted is None:
@@ -303,21 +330,26 @@ def _context_length(config: Any, rope: RopeSpec, wanted: int | None) -> int:
 
 def _own_context_length(rope: RopeSpec) -> int:
     """Scalings by a factor stretch the length they were configured over; the other kinds state the result."""
-    factor = rope.parameters.get("factor") or 1.0
     rope_type = rope.parameters["rope_type"]
-    if rope_type in ("linear", "dynamic"):
-        return max(rope.max_positions, int(rope.max_positions * factor))
+    if rope_type not in ("linear", "dynamic", "yarn"):
+        return rope.max_positions
+    unscaled = rope.max_positions
     if rope_type == "yarn":
-        original = rope.parameters["original_max_position_embeddings"]
-        return max(rope.max_positions, int(original * factor))
-    return rope.max_positions
+        unscaled = rope.parameters["original_max_position_embeddings"]
+    length = unscaled * (rope.parameters.get("factor") or 1.0)
+    if length > _MOST_POSITIONS:
+        raise UnsupportedModel(
+            f"rope parameters {dict(rope.parameters)} stretch the context to {length:.4g} tokens; at most "
+            f"{_MOST_POSITIONS} are supported"
+        )
+    return max(rope.max_positions, int(length))
 
 
 def _attention(config: Any, family: FamilyFacts, context_length: int) -> tuple[AttentionSpec, ...]:
     head_dim = _head_dim(config)
     for window in family.windows:
         if window is not None and window < 1:
-            raise UnsupportedModel(f"sliding_window={window} in config.json must be at least 1, or null")
+            raise UnsupportedModel(f"sliding_window={window} must be at least 1, or null")
     return tuple(
         AttentionSpec(
             num_heads=config.num_attention_heads,
@@ -332,12 +364,24 @@ def _attention(config: Any, family: FamilyFacts, context_length: int) -> tuple[A
 
 
 def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    generation = _read_json(folder / "generation_config.json") or {}
-    found: set[int] = set()
-    for ids in (config.eos_token_id, generation.get("eos_token_id")):
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    path = folder / "generation_config.json"
+    generation = read_json(path) or {}
+    found = {
+        *_listed_ids(config.eos_token_id, folder / "config.json"),
+        *_listed_ids(generation.get("eos_token_id"), path),
+    }
     # Some configurations say -1 for "none"; an id past the vocabulary cannot be drawn.
     return tuple(sorted(token_id for token_id in found if 0 <= token_id < config.vocab_size))
+
+
+def _listed_ids(ids: Any, path: Path) -> list[int]:
+    """The ids of `eos_token_id` in a file."""
+    several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if any(type(token_id) is not int for token_id in several):
+        raise InvalidArgument(
+            f"eos_token_id={ids!r} in {path} must be a token id, a list of them, or null; correct it there"
+        )
+    return several
 
 
 def _dtype(folder: Path, config: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Weights:
 
     def _check_configuration(self, folder: Path) -> None:
         """A folder may hold weights only; where it says what they are for, it must be this model."""
-        if not (folder / "config.json").is_file():
+        if not os.path.lexists(folder / "config.json"):
             return
         config = self._config
         spec = read_spec(
