@@ -10,6 +10,7 @@ import gzip
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tokenmill as sgl
 from tokenmill.metrics import Metrics
+from tokenmill.runner import profile
 
 pytestmark = pytest.mark.cpu
 
@@ -124,7 +126,22 @@ def test_a_folder_that_cannot_be_made(llm: sgl.Engine, tmp_path: Path) -> None:
         ({"activities": ["GPU"]}, ValueError, "trace nothing on cpu"),
         ({"profile_by_stage": True}, ValueError, "profile_by_stage is not supported"),
         ({"merge_profiles": True}, ValueError, "merge_profiles is not supported"),
-        ({"profile_prefix": "a/b"}, ValueError, "leave out the slashes"),
+        ({"activities": ["MEM"], "start_step": 10**6}, ValueError, "'MEM' needs a GPU"),
+        ({"activities": ["GPU"], "start_step": 10**6}, ValueError, "trace nothing on cpu"),
+        ({"profile_prefix": "a/b"}, ValueError, "profile_prefix: a trace cannot be called 'a/b'"),
+        ({"profile_id": "a\0", "num_steps": 1}, ValueError, "profile_id must be the name of a file"),
+        ({"profile_prefix": "a\0", "num_steps": 1}, ValueError, "profile_prefix must be the name of a file"),
+        ({"output_dir": "a\0", "num_steps": 1}, ValueError, "output_dir must be"),
+        ({"profile_id": "a\ud800", "num_steps": 1}, ValueError, "profile_id has half a surrogate pair"),
+        (
+            {"profile_prefix": "\udc80", "num_steps": 1},
+            ValueError,
+            "profile_prefix has half a surrogate pair",
+        ),
+        ({"output_dir": "a/\ud800", "num_steps": 1}, ValueError, "output_dir has half a surrogate pair"),
+        ({"profile_id": "a" * 300, "num_steps": 1}, ValueError, "profile_id cannot be read: OSError"),
+        ({"profile_prefix": "a" * 300}, ValueError, "profile_prefix and profile_id cannot be read: OSError"),
+        ({"output_dir": "missing/" + "a" * 300}, ValueError, "output_dir cannot be read: OSError"),
     ],
 )
 def test_wrong_profile_options(
@@ -133,8 +150,56 @@ def test_wrong_profile_options(
     with pytest.raises(error) as caught:
         llm.start_profile(**options)
     assert message in str(caught.value)
+    assert isinstance(caught.value, sgl.InvalidArgument)
     with pytest.raises(sgl.WrongState):  # nothing was started
         llm.stop_profile()
+    assert llm.generate(PROMPT, SHORT)["meta_info"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("num_steps", [None, 2])
+def test_a_trace_that_cannot_be_written_for_any_reason(
+    llm: sgl.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int | None
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("embedded null byte")
+
+    monkeypatch.setattr(profile, "_export", fail)
+    llm.start_profile(output_dir=tmp_path, with_stack=False, num_steps=num_steps)
+    assert llm.generate(PROMPT, SHORT)["meta_info"]["completion_tokens"] == 4
+    with pytest.raises(RuntimeError, match="embedded null byte" if num_steps is None else "no profile"):
+        llm.stop_profile()
+    monkeypatch.undo()
+    llm.start_profile(output_dir=tmp_path, with_stack=False)  # torch's profiler is free again
+    llm.stop_profile()
+
+
+def test_writing_a_trace_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = profile._export
+
+    def export_slowly(*arguments: Any) -> None:
+        time.sleep(1.5)
+        export(*arguments)
+
+    monkeypatch.setattr(profile, "_export", export_slowly)
+    with sgl.Engine(device="cpu", watchdog_timeout=0.5) as engine:
+        engine.start_profile(output_dir=tmp_path, profile_id="id", num_steps=8, with_stack=False)
+        result = engine.generate(PROMPT, {**SHORT, "max_new_tokens": 16})
+    assert result["meta_info"]["completion_tokens"] == 16
+    assert shows_steps(tmp_path / "id-TP-0.trace.json.gz")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system for its figures")
+def test_the_memory_of_a_trace_is_given_back(llm: sgl.Engine, tmp_path: Path) -> None:
+    """Its 20 steps take 240 MB to be written."""
+    llm.start_profile(output_dir=tmp_path)
+    llm.generate(PROMPT, {**SHORT, "max_new_tokens": 20})
+    before = resident_bytes()
+    llm.stop_profile()
+    assert resident_bytes() - before < 80e6
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # ── timings and server info ───────────────────────────────────────────────────────────────────

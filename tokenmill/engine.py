@@ -368,7 +368,8 @@ class Engine:
         `output_dir` (default: $SGLANG_TORCH_PROFILER_DIR, else the system's temporary folder),
         `profile_prefix` and `profile_id` (default: the time) name the file:
         `[<prefix>-]<id>-TP-0.trace.json.gz`. `activities` is a list of "CPU", "GPU" and "MEM"; `with_stack`
-        and `record_shapes` are on by default. With `num_steps` it stops by itself after so many steps; with
+        and `record_shapes` are on by default. With `num_steps` it stops by itself after so many steps;
+        without, no later than after three seconds of work, because long traces take gigabytes to write. With
         `start_step` it begins when so many steps have run since the engine was made. `profile_dir` and
         `profile_name` mean `output_dir` and `profile_prefix`.
 
@@ -377,7 +378,7 @@ class Engine:
         self._control.start_profile(options)
 
     def stop_profile(self) -> None:
-        """End the profile and write it. Raises `WrongState` (a RuntimeError) if none is running."""
+        """End the profile and write it. `WrongState` (a RuntimeError) if none runs, or writing fails."""
         self._control.stop_profile()
 
     # ── weights and memory ────────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ import pytest
 
 from tests.core.conftest import FACTS
 from tokenmill.config import EngineConfig
+from tokenmill.core import control
 from tokenmill.core.launch import CoreThread
 from tokenmill.core.priority import Priorities
 from tokenmill.errors import InvalidArgument, WrongState
@@ -383,17 +384,53 @@ def test_a_profile_without_an_end_runs_until_it_is_stopped(
     assert [name for name, _ in profile_calls(mill)] == ["start_profile", "stop_profile"]
 
 
+@pytest.mark.parametrize("failure", [OSError("the disk is full"), ValueError("no file name"), MemoryError()])
 @pytest.mark.parametrize("call", ["start_profile", "stop_profile"])
 def test_a_profile_that_fails_between_steps_does_not_stop_the_engine(
-    core: CoreThread, mill: VersionedMill, answers: Answers, call: str
+    core: CoreThread, mill: VersionedMill, answers: Answers, call: str, failure: Exception
 ) -> None:
-    mill.failures[call] = OSError("the disk is full")
+    mill.failures[call] = failure
     core.call("start_profile", start_step=3, num_steps=2)
     core.submit([request("a", max_new_tokens=30)])
     answers.wait_finished("a")
     assert answers.finished == {"a": "length"}
     with pytest.raises(WrongState, match="no profile is running"):
         core.call("stop_profile")
+
+
+@pytest.fixture
+def no_seconds_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any trace is too large at once."""
+    monkeypatch.setattr(control, "_MOST_TRACED_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_seconds_traced")
+def test_a_profile_without_an_end_is_written_before_it_grows_too_large(
+    core: CoreThread, mill: VersionedMill, answers: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.call("start_profile", start_step=3, num_steps=None)
+    core.submit([request("a", max_new_tokens=30)])
+    answers.wait_finished("a")
+    assert [name for name, _ in profile_calls(mill)] == ["start_profile", "stop_profile"]
+    assert "give num_steps" in caplog.text
+    with pytest.raises(WrongState, match="running already"):  # as far as its user knows
+        core.call("start_profile", start_step=None, num_steps=None)
+    assert core.call("stop_profile") is None
+    with pytest.raises(WrongState, match="no profile is running"):
+        core.call("stop_profile")
+    core.call("start_profile", start_step=None, num_steps=None)
+    assert [name for name, _ in profile_calls(mill)] == ["start_profile", "stop_profile", "start_profile"]
+
+
+@pytest.mark.usefixtures("no_seconds_traced")
+@pytest.mark.parametrize("options", [{"num_steps": 100}, {"num_steps": None, "activities": ["MEM"]}])
+def test_what_was_asked_for_or_cannot_grow_is_traced_to_the_end(
+    core: CoreThread, mill: VersionedMill, answers: Answers, options: dict[str, Any]
+) -> None:
+    core.call("start_profile", start_step=None, **options)
+    core.submit([request("a", max_new_tokens=30)])
+    answers.wait_finished("a")
+    assert [name for name, _ in profile_calls(mill)] == ["start_profile"]
 
 
 # ── times ─────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from tokenmill.core.device_watch import DeviceWatch
 from tokenmill.core.grammars import Grammars
 from tokenmill.core.scheduler import Scheduler
-from tokenmill.errors import InvalidArgument, TokenmillError, WrongState
+from tokenmill.core.watchdog import Pulse
+from tokenmill.errors import InvalidArgument, WrongState, told
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import Output, Runner, Sink
 
@@ -28,6 +29,9 @@ PauseMode = Literal["abort", "retract", "in_place"]
 _WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
 # Steps over which throughput is measured.
 _STEPS_BETWEEN_LOOKS = 40
+# Of the loop's work that a trace holds when nobody said how many steps. One second is half a million events:
+# 0.2 GB of text, and 1 GB of memory to write it. Perfetto in a browser has some 2 GB of memory for a trace.
+_MOST_TRACED_SECONDS = 3.0
 
 
 class Control:
@@ -41,6 +45,7 @@ class Control:
         grammars: Grammars,
         *,
         watch: DeviceWatch,
+        pulse: Pulse,
         deliver: Sink,
     ) -> None:
         self._runner = runner
@@ -52,7 +57,7 @@ class Control:
         self._paused = False
         self._released: set[str] = set()
         self._steps = _StepWatch(scheduler)
-        self._profile = _ProfileWindow(runner)
+        self._profile = _ProfileWindow(runner, pulse)
         self._calls: dict[str, Callable[..., Any]] = {
             "flush_cache": self._flush_cache,
             "load": self._load,
@@ -253,49 +258,77 @@ class _StepWatch:
 class _ProfileWindow:
     """From which turn of the loop to which one the runner traces."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, pulse: Pulse) -> None:
         self._runner = runner
-        self._options: dict[str, Any] | None = None  # of a trace that was asked for
-        self._running = False
+        self._pulse = pulse
+        # "full": written because it grew too large, and `stop` is still to come
+        self._phase: Literal["none", "waits", "runs", "full"] = "none"
+        self._options: dict[str, Any] = {}
         self._first = 0
         self._end: int | None = None
+        self._began = 0.0  # what the clock of this thread's work said then
 
     def start(
         self, options: dict[str, Any], *, now: int, start_step: int | None, num_steps: int | None
     ) -> None:
         """Trace from turn `start_step` (None: at once) on, for so many turns (None: until `stop`)."""
-        if self._options is not None:
+        if self._phase != "none":
             raise WrongState("a profile is running already; call stop_profile() first")
+        self._options = options
         self._first = max(now, start_step or 0)
         self._end = None if num_steps is None else self._first + num_steps
         if start_step is None or start_step <= now:
-            self._begin(options)
-        self._options = options
+            self._begin()
+        else:
+            self._phase = "waits"
 
     def stop(self) -> None:
         """End the trace and write it."""
-        if self._options is None:
+        if self._phase == "none":
             raise WrongState("no profile is running; call start_profile() first")
-        was_running, self._running, self._options = self._running, False, None
-        if was_running:
+        before, self._phase = self._phase, "none"
+        if before == "runs":
             self._runner.call("stop_profile")
 
     def advance(self, now: int) -> None:
-        """Begin and end as was asked for; a trace that fails does not stop the engine."""
-        if self._options is None:
+        """Begin and end as was asked for, or before a trace grows too large; one that fails harms nobody."""
+        if self._phase == "waits" and now >= self._first:
+            self._attempt(self._begin)
+        if self._phase != "runs":
             return
-        try:
-            if not self._running and now >= self._first:
-                self._begin(self._options)
-            if self._end is not None and now >= self._end:
-                self.stop()
-        except (TokenmillError, RuntimeError, OSError) as error:
-            _log.error("the profile was given up: %s", error)
-            self._options, self._running = None, False
+        if self._end is not None and now >= self._end:
+            self._attempt(self.stop)
+        elif self._end is None and self._seconds_traced() > _MOST_TRACED_SECONDS:
+            _log.error(  # which is seen by default: nobody asked for this
+                "the profile ends here, after %d steps: writing a longer one takes gigabytes of memory, and "
+                "few programs open it; give num_steps to start_profile() for as many steps as you want",
+                now - self._first,
+            )
+            self._attempt(self._fill)
 
-    def _begin(self, options: dict[str, Any]) -> None:
-        self._runner.call("start_profile", **options)
-        self._running = True
+    def _begin(self) -> None:
+        self._runner.call("start_profile", **self._options)
+        self._phase = "runs"
+        self._began = time.thread_time()
+
+    def _fill(self) -> None:
+        self.stop()
+        self._phase = "full"
+
+    def _seconds_traced(self) -> float:
+        """Work of this thread in the trace; a record of memory alone keeps the newest, and never grows."""
+        if self._options.get("activities") == ["MEM"]:
+            return 0.0
+        return time.thread_time() - self._began
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """What may take long and may fail, between two steps."""
+        try:
+            with self._pulse.resting():
+                action()
+        except Exception as error:
+            _log.error("the profile was given up: %s", told(error))
+            self._phase = "none"
 
 
 def _freeze_gc() -> None:

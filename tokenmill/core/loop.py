@@ -101,7 +101,10 @@ class Loop:
         self._inbox = inbox
         self._deliver = deliver
         self._watch = DeviceWatch()
-        self._control = Control(runner, scheduler, cache, grammars, watch=self._watch, deliver=deliver)
+        self.pulse = Pulse()
+        self._control = Control(
+            runner, scheduler, cache, grammars, watch=self._watch, pulse=self.pulse, deliver=deliver
+        )
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
@@ -109,7 +112,6 @@ class Loop:
         self._planned: StepPlan | None = None  # a step that was scheduled, but not launched yet
         self._step_clock = StepClock()
         self._closing = False
-        self.pulse = Pulse()
 
     @property
     def num_requests(self) -> int:

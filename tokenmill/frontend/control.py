@@ -158,17 +158,12 @@ class Control:
     def start_profile(self, options: Mapping[str, Any]) -> None:
         """See `Engine.start_profile`."""
         given = _profile_options(options)
-        standard = os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
-        prefix = check_text("profile_prefix", given.get("profile_prefix", ""))
-        name = check_text("profile_id", given.get("profile_id", f"{time.time():.6f}"))
-        for part in (prefix, name):
-            if Path(part).name != part and part:
-                raise InvalidArgument(f"a trace cannot be called {show(part)}: leave out the slashes")
+        folder = _trace_folder(given)
         self._client.call_core(
             "start_profile",
-            folder=str(Path(check_path("output_dir", given.get("output_dir", standard))).absolute()),
-            title=f"{prefix}-{name}-TP-0" if prefix else f"{name}-TP-0",
-            activities=_activities(given.get("activities", ["CPU", "GPU"])),
+            folder=str(folder),
+            title=_trace_title(given, folder),
+            activities=_activities(given.get("activities", ["CPU", "GPU"]), self._client.facts.device),
             with_stack=check_flag("with_stack", given.get("with_stack", True)),
             record_shapes=check_flag("record_shapes", given.get("record_shapes", True)),
             start_step=_optional_count(given, "start_step", minimum=0),
@@ -245,7 +240,9 @@ class Control:
         metrics = self._client.metrics
         if metrics is None:
             raise InvalidArgument("there are no metrics: make the engine with enable_metrics=True")
-        return metrics.text(self.state())
+        state = self.state()
+        with self._client.observers.alone():
+            return metrics.text(state)
 
 
 def _version(given: Any) -> str | None:
@@ -282,7 +279,55 @@ def _profile_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _activities(value: Any) -> list[str]:
+def _trace_folder(given: Mapping[str, Any]) -> Path:
+    """Where a trace goes, which need not exist yet."""
+    standard = os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
+    text = _file_text("output_dir", check_path("output_dir", given.get("output_dir", standard)))
+    with reading("output_dir"):
+        folder = Path(text).absolute()
+        _look_for(folder)
+    return folder
+
+
+def _trace_title(given: Mapping[str, Any], folder: Path) -> str:
+    """What its files are called, before what kind of file each is."""
+    prefix = _trace_word("profile_prefix", given.get("profile_prefix", ""))
+    name = _trace_word("profile_id", given.get("profile_id", f"{time.time():.6f}"))
+    title = f"{prefix}-{name}-TP-0" if prefix else f"{name}-TP-0"
+    with reading("profile_prefix and profile_id" if prefix else "profile_id"):
+        _look_for(folder / f"{title}.trace.json.gz")
+    return title
+
+
+def _trace_word(name: str, value: Any) -> str:
+    word = _file_text(name, check_text(name, value))
+    if word and Path(word).name != word:
+        raise InvalidArgument(f"{name}: a trace cannot be called {show(word)}: leave out the slashes")
+    return word
+
+
+def _file_text(name: str, text: str) -> str:
+    """Text that names of files can hold, and that torch can pass on to the system."""
+    if "\0" in text:
+        raise InvalidArgument(f"{name} must be the name of a file, without a NUL character, got {show(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name} has half a surrogate pair at character {error.start}, which no file is called; remove it"
+        ) from None
+    return text
+
+
+def _look_for(file: Path) -> None:
+    """Raises what the system says of a name that is too long, wherever in the path it is."""
+    file.exists()
+    there = next(folder for folder in file.parents if folder.exists())
+    for part in file.relative_to(there).parts:
+        (there / part).exists()  # of a folder that is missing the system would not read on
+
+
+def _activities(value: Any, device: str) -> list[str]:
     with reading("activities"):
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple | set) or not names:
@@ -294,6 +339,10 @@ def _activities(value: Any) -> list[str]:
         if word not in _ACTIVITIES:
             known = ", ".join(map(repr, _ACTIVITIES))
             raise InvalidArgument(f"activities has {brief(word)}; known are {known}")
+    if device == "cpu" and "MEM" in words:
+        raise InvalidArgument(f"activities: 'MEM' needs a GPU, and this engine runs on {device}")
+    if device == "cpu" and "CPU" not in words:
+        raise InvalidArgument(f"activities {words} trace nothing on {device}; add 'CPU'")
     return words
 
 

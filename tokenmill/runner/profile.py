@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tokenmill.errors import InvalidArgument, WrongState
+from tokenmill.errors import WrongState, told
+from tokenmill.runner.memory import return_freed
 
 _log = logging.getLogger("tokenmill")
 _MOST_ALLOCATIONS = 100_000  # that a record of memory keeps
@@ -37,30 +38,27 @@ class Profiler:
         """Begin a trace, to be written to `folder/title.trace.json.gz`.
 
         `activities` are some of "CPU", "GPU" and "MEM" (allocations on the GPU, in
-        `folder/title-memory.pickle`); without a GPU "GPU" adds nothing, and "MEM" is an `InvalidArgument`.
+        `folder/title-memory.pickle`), and trace something on this device; without a GPU "GPU" adds nothing.
         """
-        on_gpu = self._device.type == "cuda"
-        if "MEM" in activities and not on_gpu:
-            raise InvalidArgument(f"activities: 'MEM' needs a GPU, and this engine runs on {self._device}")
         wanted = [ProfilerActivity.CPU] * ("CPU" in activities)
-        wanted += [ProfilerActivity.CUDA] * ("GPU" in activities and on_gpu)
-        if not wanted and "MEM" not in activities:
-            raise InvalidArgument(f"activities {list(activities)} trace nothing on {self._device}; add 'CPU'")
+        wanted += [ProfilerActivity.CUDA] * ("GPU" in activities and self._device.type == "cuda")
         if not _in_use.acquire(blocking=False):
             raise WrongState("another engine of this process runs a profile; torch can take one at a time")
-        if wanted:
-            trace = profile(
-                activities=wanted, with_stack=with_stack, record_shapes=record_shapes, acc_events=True
-            )
-            try:
-                trace.start()
-            except RuntimeError as error:  # some other part of this process is at it
-                _in_use.release()
-                raise WrongState(f"torch cannot start a trace: {error}") from error
-            self._trace = trace
         self._records_memory = "MEM" in activities
-        if self._records_memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        try:
+            if self._records_memory:
+                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            if wanted:
+                trace = profile(
+                    activities=wanted, with_stack=with_stack, record_shapes=record_shapes, acc_events=True
+                )
+                trace.start()
+                self._trace = trace
+        except Exception as error:  # some other part of this process is at it, for example
+            if self._records_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+            _in_use.release()
+            raise WrongState(f"torch cannot start a trace: {told(error)}") from error
         self._file = Path(folder) / title
 
     def stop(self) -> None:
@@ -70,13 +68,23 @@ class Profiler:
         self._file = self._trace = None
         try:
             self._write(file, trace)
-        except OSError as error:
-            raise WrongState(f"the trace cannot be written to {file.parent}: {error}") from error
+        except Exception as error:
+            raise WrongState(f"the trace cannot be written to {file.parent}: {told(error)}") from error
         finally:
             _in_use.release()
+            if trace is not None:
+                trace.profiler = None  # its events, some kilobytes each; `trace` itself is part of a cycle
+            return_freed()
         _log.info("a trace was written to %s.trace.json.gz", file)
 
     def _write(self, file: Path, trace: profile | None) -> None:
+        try:
+            self._write_files(file, trace)
+        finally:
+            if self._records_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write_files(self, file: Path, trace: profile | None) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if trace is not None:
@@ -90,7 +98,6 @@ class Profiler:
             _export(trace, Path(f"{file}.trace.json.gz"))
         if self._records_memory:
             torch.cuda.memory._dump_snapshot(f"{file}-memory.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def close(self) -> None:
         """Write a trace that nobody stopped."""

@@ -106,7 +106,7 @@ engine.start_profile(
     profile_dir="./profiles"
 )
 
-# Run some requests (100 there; a trace with stacks of so many takes minutes to write)
+# Run some requests (100 there, which take half a minute)
 for i in range(1):
     engine.generate(prompt=f"Request {i}", sampling_params={"max_new_tokens": 50})
 
