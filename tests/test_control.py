@@ -345,23 +345,38 @@ def test_requests_that_nobody_waits_for_are_counted_and_logged(caplog: pytest.Lo
     assert sum("nobody waited for it any more" in line for line in finished) == 10
 
 
-def test_the_garbage_collector_may_give_up_a_request_while_another_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", ["figures", "log"])
+def test_the_garbage_collector_and_signals_may_come_while_somebody_is_told(
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs anywhere, also where a thread holds a lock of the library that counts."""
-    with sgl.Engine(device="cpu", enable_metrics=True) as engine:
+    """They run anywhere, also where the thread holds a lock: of the library that counts, of a log's queue."""
+    lock = threading.Lock()
+
+    def interrupted() -> None:
+        with lock:  # which nobody can have twice
+            gc.collect()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            interrupted()
+            engine.get_metrics()  # as a handler for signals may
+
+    with sgl.Engine(device="cpu", enable_metrics=True, log_requests=place == "log") as engine:
         cycle: list[Any] = [engine.generate(PROMPT, LONG, stream=True)]
         next(cycle[0])
         cycle.append(cycle)
         del cycle
-        count, lock = Metrics.finished, threading.Lock()
+        if place == "figures":
+            count = Metrics.finished
 
-        def collects(self: Metrics, facts: Any) -> None:
-            with lock:
-                gc.collect()
+            def collects(self: Metrics, facts: Any) -> None:
+                interrupted()
+                engine.get_metrics()
                 count(self, facts)
 
-        monkeypatch.setattr(Metrics, "finished", collects)
+            monkeypatch.setattr(Metrics, "finished", collects)
+        else:
+            monkeypatch.setattr(logging.getLogger("tokenmill.requests"), "handlers", [Handler()])
         thread = threading.Thread(target=lambda: engine.generate(PROMPT, SHORT), daemon=True)
         thread.start()
         thread.join(30)

@@ -54,7 +54,9 @@ class Engine:
         if model_path is not None:
             arguments["model_path"] = model_path
         began = time.perf_counter()
-        self.config = ServerArgs(**arguments).fixed()
+        given = ServerArgs(**arguments)
+        self.config = given.fixed()
+        self._is_named = given.served_model_name is not None
         logs.set_level(self.config.log_level)
         self._tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config)
         template = ChatTemplate(self._tokenizer, self.config.chat_template)
@@ -402,9 +404,12 @@ class Engine:
             model_path, load_format, on_error, weight_version=weight_version
         )
         if answer[0]:
-            # The revision was that of the checkpoint before.
+            path = os.fspath(model_path)
             self.config = dataclasses.replace(
-                self.config, model_path=anchored(os.fspath(model_path)), revision=None
+                self.config,
+                model_path=anchored(path),
+                served_model_name=self.config.served_model_name if self._is_named else path,
+                revision=None,  # it was that of the checkpoint before
             )
         return answer
 
@@ -457,6 +462,7 @@ class Engine:
     def shutdown(self) -> None:
         """Cancel what is in flight and free the model's memory. Idempotent; the engine is of no use then."""
         self._close()
+        self._client.observers.tell()
 
     if not TYPE_CHECKING:  # which knows what there is
 

@@ -318,7 +318,8 @@ def test_folders_stay_where_they_are_after_a_chdir(tmp_path: Path, monkeypatch: 
         kill_core()
         assert engine.get_weights_by_name(norm) == weights
         assert batch.run(rows, tmp_path / "again.jsonl", engine=engine)["rows"]["done"] == 1
-        assert engine.get_model_info()["model_path"] == str(second)
+        info = engine.get_model_info()
+        assert (info["model_path"], info["served_model_name"]) == (str(second), "second")
 
 
 def test_errors_of_loading_come_out_of_the_process() -> None:

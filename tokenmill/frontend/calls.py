@@ -90,7 +90,6 @@ class Call:
         self.session = session
         self.returns_errors = returns_errors  # in results
         self._raises_in_stream = raises_in_stream
-        self.is_started = False
         self.num_unfinished = len(rows)
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
         self.has_own_mail = mail is None
@@ -111,7 +110,6 @@ class Call:
 
     def start(self) -> None:
         """The running rows are in flight now: tell how the refused ones ended."""
-        self.is_started = True
         if self.refused:
             self.put([failure(self.rows[index], error) for index, error in self.refused.items()])
 

@@ -284,7 +284,8 @@ def _tools(value: Any) -> list[Any] | None:
 
 def _tool(tool: Any, place: str) -> Any:
     if isinstance(tool, Mapping):
-        if not isinstance(tool.get("function"), Mapping) and "name" not in tool:
+        described = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+        if "name" not in described:
             raise InvalidArgument(f"{place} has no 'function' with a name, as tools in OpenAI's shape have")
         return dict(tool)
     if not callable(tool):

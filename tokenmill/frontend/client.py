@@ -169,7 +169,7 @@ class Client:
             if not self.advance(call, partial(woken.put, None)):
                 _sleep(woken, left)
         if call.num_unfinished:
-            self._abandon(call)
+            self.let_go(call)
             call.put([failure(row, INTERRUPTED) for row in call.rows if row.finish is None])
             self.advance(call, partial(woken.put, None))
         self._make_shown(call)
@@ -197,12 +197,12 @@ class Client:
     def stream(self, call: Call, *, owner: object) -> ResultStream:
         """Start a call and give its chunks; `owner` stays alive as long as the stream."""
         self.submit(call)
-        return ResultStream(self.advance, self.drop, call, owner)
+        return ResultStream(self, call, owner)
 
     def stream_async(self, call: Call, *, owner: object) -> AsyncResultStream:
         """As `stream`, for `async for`."""
         self.submit(call)
-        return AsyncResultStream(self.advance, self.drop, call, owner)
+        return AsyncResultStream(self, call, owner)
 
     def advance(self, call: Call, wake: Wake) -> list[Advance]:
         """Rows of the call that got further since last time, in the order in which they did.
@@ -340,16 +340,15 @@ class Client:
 
     def drop(self, *calls: Call) -> None:
         """Nobody waits for these calls any more: cancel what is left of them."""
-        self._abandon(*calls)
-        left = [row for call in calls if call.is_started for row in call.rows if row.finish is None]
-        for row in left:
-            row.give_up()
-        self.observers.given_up(left)
+        self.let_go(*calls)
+        self.observers.tell()
 
-    def _abandon(self, *calls: Call) -> None:
+    def let_go(self, *calls: Call) -> None:
+        """As `drop`, for the garbage collector, which may run anywhere: who watches is told later."""
         for call in calls:
             call.session.drop()
         self._cancel([row.name for call in calls for row in call.rows])
+        self.observers.given_up(row for call in calls for row in call.rows)
 
     def abort(self, request_id: str, *, every: bool) -> None:
         """End requests; their callers get what is there so far. Ids that are not in flight are ignored.

@@ -240,9 +240,8 @@ class Control:
         metrics = self._client.metrics
         if metrics is None:
             raise InvalidArgument("there are no metrics: make the engine with enable_metrics=True")
-        state = self.state()
-        with self._client.observers.alone():
-            return metrics.text(state)
+        self._client.observers.tell()
+        return metrics.text(self.state())
 
 
 def _version(given: Any) -> str | None:

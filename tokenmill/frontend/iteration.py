@@ -437,4 +437,4 @@ class Flow:
         self._slots = type(self._slots)()
         self.num_held = 0
         if running:
-            self._client.drop(*running)
+            self._client.let_go(*running)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill import logs
 from tokenmill.config import EngineConfig
-from tokenmill.frontend.outputs import Row, finish_reason, timings
+from tokenmill.frontend.outputs import ABORTED, Row, finish_reason, timings
+from tokenmill.frozen import lightly_frozen
+from tokenmill.messages import Finish
 from tokenmill.metrics import Finished, Metrics
 from tokenmill.sampling_params import SamplingParams
 
@@ -25,24 +27,40 @@ _MOST_CHARACTERS = 2048
 _MOST_IDS = 256
 
 
+_GIVEN_UP = Finish(
+    "abort", message="nobody waited for it any more", status_code=ABORTED, error_type="aborted"
+)
+
+
+@lightly_frozen()
+class Ended:
+    """A request that ended, how, and how long after it was submitted."""
+
+    row: Row
+    finish: Finish
+    latency_seconds: float
+
+
 class Observer(Protocol):
-    """Told of each request, by the thread that submits it or waits for it."""
+    """Told of each request, by any thread, but by one at a time."""
 
     def received(self, row: Row) -> None: ...
-    def finished(self, row: Row) -> None: ...
+    def ended(self, ended: Ended) -> None: ...
 
 
 class Observers:
-    """Those that the configuration asks for, told by one thread at a time.
+    """Those that the configuration asks for. Each request that was received ends for them once.
 
-    The garbage collector may give requests up, in the middle of whatever a thread does here: that thread
-    tells of them when it is done.
+    What happened is noted first, and told when nobody else is at it: whoever is told may hold a lock, and in
+    the middle of that the same thread may run a signal's handler, or the garbage collector, which gives
+    requests up.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        self._lock = threading.Lock()
-        self._given_up: deque[Row] = deque()
+        self._open: dict[str, Row] = {}  # received and not ended, by their names
+        self._news: deque[Row | Ended] = deque()
+        self._telling = threading.Lock()
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None, metrics: Metrics | None) -> Observers:
@@ -57,41 +75,41 @@ class Observers:
     def received(self, rows: Iterable[Row]) -> None:
         """Requests were submitted."""
         if self._observers:
-            with self.alone():
-                for row in rows:
-                    for observer in self._observers:
-                        observer.received(row)
+            for row in rows:
+                self._open[row.name] = row
+                self._news.append(row)
+            self.tell()
 
     def finished(self, row: Row) -> None:
-        """A request ended."""
+        """A request has its result."""
         if self._observers:
-            with self.alone():
-                self._tell_end(row)
+            assert row.finish is not None
+            self._end(row, row.finish, row.latency_seconds)
+            self.tell()
 
     def given_up(self, rows: Iterable[Row]) -> None:
-        """Requests ended because nobody waits for them any more. Waits for no lock."""
+        """Nobody waits for these requests any more, which may have ended. Only notes it: see `tell`."""
         if self._observers:
-            self._given_up.extend(rows)
-            self._tell_of_given_up()
+            for row in rows:
+                self._end(row, _GIVEN_UP, time.perf_counter() - row.submitted_seconds)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """A block in which nobody is told anything, such as one that reads the figures."""
-        with self._lock:
-            yield
-        self._tell_of_given_up()
-
-    def _tell_of_given_up(self) -> None:
-        while self._given_up and self._lock.acquire(blocking=False):
+    def tell(self) -> None:
+        """Tell what was noted, unless that is going on; then it is told there. Waits for nobody."""
+        while self._news and self._telling.acquire(blocking=False):
             try:
-                while self._given_up:
-                    self._tell_end(self._given_up.popleft())
+                while self._news:
+                    news = self._news.popleft()
+                    for observer in self._observers:
+                        if isinstance(news, Ended):
+                            observer.ended(news)
+                        else:
+                            observer.received(news)
             finally:
-                self._lock.release()
+                self._telling.release()
 
-    def _tell_end(self, row: Row) -> None:
-        for observer in self._observers:
-            observer.finished(row)
+    def _end(self, row: Row, finish: Finish, latency_seconds: float) -> None:
+        if self._open.pop(row.name, None) is not None:  # by one thread only
+            self._news.append(Ended(row, finish, latency_seconds))
 
 
 class _Figures:
@@ -103,21 +121,20 @@ class _Figures:
     def received(self, row: Row) -> None:
         """Only what ended is counted."""
 
-    def finished(self, row: Row) -> None:
+    def ended(self, ended: Ended) -> None:
         """Count it."""
-        assert row.finish is not None
-        times = timings(row)
+        row, times = ended.row, timings(ended.row, ended.latency_seconds)
         throughput = times["decode_throughput"]
         self._metrics.finished(
             Finished(
                 prompt_tokens=len(row.request.prompt_ids),
                 cached_tokens=row.cached_tokens,
                 generated_tokens=len(row.token_ids),
-                aborted=row.finish.kind == "abort",
+                aborted=ended.finish.kind == "abort",
                 queue_time=times["queue_time"],
                 time_to_first_token=times["first_token_latency"],
                 time_between_tokens=1 / throughput if throughput else None,
-                latency=row.latency_seconds,
+                latency=ended.latency_seconds,
             )
         )
 
@@ -146,15 +163,15 @@ class _RequestLog:
             facts["input_ids"] = self._ids(request.prompt_ids.tolist())
         self._say("received", facts)
 
-    def finished(self, row: Row) -> None:
+    def ended(self, ended: Ended) -> None:
         """Say how it ended."""
-        assert row.finish is not None
+        row = ended.row
         facts: dict[str, Any] = {
             "rid": row.request.id,
-            "finish_reason": finish_reason(row.finish),
+            "finish_reason": finish_reason(ended.finish),
             "completion_tokens": len(row.token_ids),
             "cached_tokens": row.cached_tokens,
-            "e2e_latency": round(row.latency_seconds, 4),
+            "e2e_latency": round(ended.latency_seconds, 4),
         }
         if self._level >= SHORT_CONTENT:
             facts["output_ids"] = self._ids(row.token_ids)

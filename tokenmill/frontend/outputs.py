@@ -115,16 +115,6 @@ class Row:
         self.latency_seconds = arrival.seconds - self.submitted_seconds
         return piece
 
-    def give_up(self) -> None:
-        """End it here, because nobody waits for it any more."""
-        self.finish = Finish(
-            "abort",
-            message="nobody waited for it any more",
-            status_code=ABORTED,
-            error_type="aborted",
-        )
-        self.latency_seconds = time.perf_counter() - self.submitted_seconds
-
     @property
     def shows_more(self) -> bool:
         """Whether the result tells more than tokens."""
@@ -243,17 +233,17 @@ def _meta_info(row: Row, shape: Shape) -> dict[str, Any]:
     if row.finish is not None:
         facts["e2e_latency"] = row.latency_seconds
         if shape.has_timings:
-            facts |= timings(row)
+            facts |= timings(row, row.latency_seconds)
     return facts
 
 
-def timings(row: Row) -> dict[str, float | None]:
+def timings(row: Row, latency_seconds: float) -> dict[str, float | None]:
     """When what happened to a finished request: points in time in epoch seconds, durations in seconds.
 
     None where it did not come to that: the request was aborted before, or asked for no token.
     """
     epoch = time.time() - time.perf_counter()
-    received, finished = row.submitted_seconds, row.submitted_seconds + row.latency_seconds
+    received, finished = row.submitted_seconds, row.submitted_seconds + latency_seconds
     times = row.times or RequestTimes(received, None, None)
     admitted, first = times.admitted, times.first_token
     num_more = len(row.token_ids) - 1

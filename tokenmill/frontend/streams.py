@@ -10,20 +10,25 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from tokenmill.frontend.calls import Call, Wake
 from tokenmill.frontend.progress import Advance
 
-Advancing = Callable[[Call, Wake], list[Advance]]
+
+class Source(Protocol):
+    """Where the chunks of calls come from; see `Client`."""
+
+    def advance(self, call: Call, wake: Wake) -> list[Advance]: ...
+    def drop(self, *calls: Call) -> None: ...
+    def let_go(self, *calls: Call) -> None: ...
 
 
 class _Stream:
     """What both kinds of streams share: chunks that are ready, and the end of the call."""
 
-    def __init__(self, advance: Advancing, drop: Callable[[Call], None], call: Call, owner: object) -> None:
-        self._advance = advance
-        self._drop = drop
+    def __init__(self, source: Source, call: Call, owner: object) -> None:
+        self._source = source
         self._call = call
         # An engine that nobody holds is shut down; a stream must be able to end first.
         self._owner = owner
@@ -33,7 +38,7 @@ class _Stream:
     def _fill(self, wake: Wake) -> bool:
         """Whether a chunk is ready, or the stream has ended; if not, `wake` is called when to look again."""
         if not self._ready and not self._ended:
-            self._ready.extend(advance.chunk for advance in self._advance(self._call, wake))
+            self._ready.extend(advance.chunk for advance in self._source.advance(self._call, wake))
         return bool(self._ready) or self._ended
 
     @property
@@ -41,14 +46,17 @@ class _Stream:
         return self._closed or not self._call.num_unfinished
 
     def _close(self) -> None:
+        self._end(self._source.drop)
+
+    def _end(self, drop: Callable[[Call], None]) -> None:
         if not self._closed:
             self._closed = True
             self._ready.clear()
-            self._drop(self._call)
+            drop(self._call)
             self._call.mail.close()  # another thread or task may wait for a chunk
 
     def __del__(self) -> None:
-        self._close()
+        self._end(self._source.let_go)
 
 
 class ResultStream(_Stream, Iterator[dict[str, Any]]):

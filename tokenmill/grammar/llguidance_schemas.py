@@ -13,8 +13,9 @@ from tokenmill.grammar.schemas import is_number, subschemas
 
 # The library counts through as many remainders, wherever values of `multipleOf` meet.
 _MAX_MULTIPLE = 100_000
-# What is no letter or digit of ASCII to the library, as to JavaScript, may be one to Python.
-_NO_LETTER = re.compile(r"\\[WD]|\[\^[^]]*\\[wd]")
+# What may be too wide: no letter or digit of ASCII, to the library as to JavaScript, may be one to Python;
+# and a quote may come out as an escape although a class excludes it.
+_TOO_WIDE = re.compile(r"\\[WDS]|\[\^")
 
 
 def prepare_schema(schema: Any) -> None:
@@ -35,7 +36,7 @@ def prepare_schema(schema: Any) -> None:
 
 
 def _portable(pattern: str) -> str:
-    if _NO_LETTER.search(pattern) is None:
+    if _TOO_WIDE.search(pattern) is None:
         return pattern
     try:
         return translate_searched(pattern)

@@ -23,6 +23,8 @@ _BOTH, _PLAIN, _SEARCHED = (1 << bit for bit in (28, 29, 30))
 _NEWLINE: Ranges = [(10, 10)]
 _LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]  # of JavaScript
 _ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92)]  # control characters, the quote, the backslash
+_QUOTES: Ranges = [(34, 34), (92, 92)]
+_RARE: Ranges = [(0, 7), (11, 11), (14, 31)]  # control characters that JSON has no letter for
 # What JavaScript calls so.
 _JAVASCRIPT: dict[str, Ranges] = {
     "DIGIT": [(48, 57)],
@@ -41,6 +43,7 @@ _REFUSED = {
     _constants.POSSESSIVE_REPEAT: "possessive repetitions",
     _constants.ATOMIC_GROUP: "atomic groups",
 }
+_CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.IN, _constants.ANY)
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 _STARTS = (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
 _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
@@ -56,7 +59,8 @@ def translate_searched(pattern: str) -> str:
     """The same for a pattern of a JSON schema, which may be found anywhere in a text.
 
     Its classes have what both JSON Schema's dialect, JavaScript's, and Python's put there: whoever checks
-    an output reads the pattern in one of them.
+    an output reads the pattern in one of them. Those without a quote or a backslash have no rare control
+    characters either.
     """
     tree = _parser.parse(pattern)
     return _sequence(tree, tree.state.flags | _BOTH | _SEARCHED, first=True, last=True)
@@ -119,7 +123,10 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
         once = high == 1
         inside = _sequence(body, flags, first=first and once, last=last and once)
         is_one = len(body) == 1 and body[0][0] not in _REPEATS
-        return (inside if is_one and inside else _group(inside)) + _count(low, high)
+        # xgrammar misreads `?` behind some groups, and `{0,1}` behind some characters.
+        is_character = is_one and body[0][0] in _CHARACTERS
+        count = "?" if is_character and (low, high) == (0, 1) else _count(low, high)
+        return (inside if is_one and inside else _group(inside)) + count
     return _class(operation, tuple(argument) if isinstance(argument, list) else argument, flags)
 
 
@@ -127,7 +134,12 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
 def _class(operation: Any, argument: Hashable, flags: int) -> str:
     """One character of a pattern; what has many ranges takes long to write, and often comes again."""
     ranges = _characters(operation, argument, flags)
-    return char_class(_minus(ranges, _ESCAPED) if flags & _PLAIN else ranges)
+    if flags & _PLAIN:
+        ranges = _minus(ranges, _ESCAPED)
+    elif flags & _SEARCHED and _minus(_QUOTES, ranges) and any(low > 31 for low, _ in _minus(ranges, _RARE)):
+        # Where one of the rare ones may be, llguidance lets all escapes through, those of quotes, too.
+        ranges = _minus(ranges, _RARE)
+    return char_class(ranges)
 
 
 def _joined(parts: Iterable[str], sign: str = "") -> str:
@@ -151,7 +163,7 @@ def _group(body: str) -> str:
 def _count(low: int, high: int) -> str:
     if high is _ENDLESS:
         return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
-    return f"{{{low},{high}}}"  # xgrammar misreads some groups with a question mark
+    return f"{{{low},{high}}}"
 
 
 def _anchor(where: Any, flags: int, *, first: bool, last: bool) -> str:

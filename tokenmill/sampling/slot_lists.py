@@ -77,6 +77,6 @@ class SlotLists:
 
 
 def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy on the device that the host does not wait for."""
+    """The array on the device; the host does not wait for a copy."""
     tensor = torch.from_numpy(array).to(dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
