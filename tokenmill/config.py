@@ -76,7 +76,7 @@ class EngineConfig:
         False, "abort requests with a priority while priorities are off"
     )
     allow_auto_truncate: bool = _arg(
-        False, "cut prompts that are too long, and lower `max_new_tokens`, instead of refusing"
+        False, "cut prompts that are too long to their first tokens, lower `max_new_tokens`: refuse none"
     )
     disable_radix_cache: bool = _arg(False, "do not reuse keys and values of shared prefixes")
     steps_in_flight: int | None = _arg(None, "steps launched before the first is read (depth)")

@@ -366,7 +366,9 @@ class SamplingParams:
         None, "ends an output whose last tokens are one cycle, standing so many times in a row"
     )
     skip_special_tokens: bool = _arg(True, "leave special tokens out of the text")
-    spaces_between_special_tokens: bool = _arg(True, "put spaces between special tokens in the text")
+    spaces_between_special_tokens: bool = _arg(
+        True, "keep the spaces that the tokenizer puts between special tokens in the text; False: none"
+    )
     no_stop_trim: bool = _arg(False, "keep the stop string or token in the text")
     n: int = _arg(1, "samples for each prompt")
     sampling_seed: int | None = _arg(None, "seed of the random draws, signed or unsigned 64 bit")

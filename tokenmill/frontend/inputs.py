@@ -392,6 +392,11 @@ class InputReader:
         if len(row) <= most or not self._may_truncate:
             return row
         count = self._shown_count(row, place)
+        logs.warn_once(
+            "allow_auto_truncate",
+            "prompts that are too long are cut to their first tokens (allow_auto_truncate); "
+            'log_level="warning" tells of each',
+        )
         _log.warning("%s has %s tokens and is cut to its first %d (allow_auto_truncate)", place, count, most)
         return row[:most]
 

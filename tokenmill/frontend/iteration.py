@@ -101,11 +101,11 @@ class RowRunner:
     def window(self) -> int:
         """Rows that are read and not yet handed out at most, where nobody says: 4 times what runs at once.
 
-        At least 1024 and at most 16,384, but no more than `max_queued_requests`.
+        At least 1024 and at most 16,384, but no more than may run and wait with `max_queued_requests`.
         """
         running, queued = self._client.facts.max_running_requests, self._config.max_queued_requests
         wanted = min(max(_WINDOW_FACTOR * running, _SMALLEST_WINDOW), _LARGEST_WINDOW)
-        return wanted if queued is None else min(wanted, max(queued, 1))
+        return wanted if queued is None else min(wanted, running + queued)
 
     def read(
         self,
