@@ -89,7 +89,7 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     (INDEX, holds('{"weight_map": {"a": 5}}'), "must have an object 'weight_map'"),
     (INDEX, holds('{"weight_map": {"a": "b", "c": null}}'), "must have an object 'weight_map'"),
     (INDEX, holds('{"weight_map": {"a": "lost.safetensors"}}'), "lacks lost.safetensors"),
-    (INDEX, holds(json.dumps({"weight_map": {"a": "x" * 5000}})), "lacks xxx"),
+    (INDEX, holds(json.dumps({"weight_map": {"a": "n" * 5000}})), "lacks nnn"),
     (INDEX, holds(json.dumps({"weight_map": {str(n): f"{n}.st" for n in range(9)}})), "(9 in all)"),
     (WEIGHTS, holds(""), "is not a readable safetensors file"),
     (WEIGHTS, holds(bytes(1000)), "is not a readable safetensors file"),

@@ -17,9 +17,10 @@ from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, m
 
 # Characters of a written pattern; `\w` alone has 11,000, for the letters of all scripts.
 MAX_LENGTH = 8_000_000
-# Flags of ours, beside Python's: classes have what JavaScript puts there, too; no character is one that JSON
-# escapes; anchors are written, for a pattern that is searched for.
-_BOTH, _PLAIN, _SEARCHED = (1 << bit for bit in (28, 29, 30))
+# Flags of ours, beside Python's: no character is one that JSON escapes; or anchors are written, for a pattern
+# that is searched for. With either, classes have only what JavaScript puts there, too.
+_PLAIN, _SEARCHED = 1 << 28, 1 << 29
+_BOTH = _PLAIN | _SEARCHED
 _NEWLINE: Ranges = [(10, 10)]
 _LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]  # of JavaScript
 _ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92)]  # control characters, the quote, the backslash
@@ -63,13 +64,13 @@ def translate_searched(pattern: str) -> str:
     characters either.
     """
     tree = _parser.parse(pattern)
-    return _sequence(tree, tree.state.flags | _BOTH | _SEARCHED, first=True, last=True)
+    return _sequence(tree, tree.state.flags | _SEARCHED, first=True, last=True)
 
 
 def translate_plain(pattern: str) -> str:
     """The same for a whole string of JSON, without characters that JSON writes as escapes."""
     tree = _parser.parse(pattern)
-    return _sequence(tree, tree.state.flags | _BOTH | _PLAIN, first=True, last=True)
+    return _sequence(tree, tree.state.flags | _PLAIN, first=True, last=True)
 
 
 def literals(pattern: str) -> list[int]:

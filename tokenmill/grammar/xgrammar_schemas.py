@@ -74,11 +74,24 @@ def prepare_schema(schema: Any) -> None:
     """
     for each in subschemas(schema):
         for problem in _problems(each):
-            raise BadGrammar(f"xgrammar cannot follow {problem}; leave it out, or use llguidance")
-    for each in subschemas(schema):
-        if isinstance(each.get("pattern"), str):
-            # It knows whole strings only.
-            each["pattern"] = f"^{translate_plain(each['pattern'])}$"
+            raise _refusal(problem)
+        if isinstance(pattern := each.get("pattern"), str):
+            each["pattern"] = _plain(pattern)
+
+
+def _refusal(problem: str) -> BadGrammar:
+    return BadGrammar(f"xgrammar cannot follow {problem}; leave it out, or use llguidance")
+
+
+def _plain(pattern: str) -> str:
+    """The pattern for whole strings, which are all that the library knows."""
+    try:
+        # What it names one by one would be written as it stands, where JSON wants an escape.
+        if any(code < 32 or chr(code) in '"\\' for code in literals(pattern)):
+            raise BadGrammar("it names a quote, a backslash or a control character")
+        return f"^{translate_plain(pattern)}$"
+    except (BadGrammar, re.error) as error:
+        raise _refusal(f"the pattern {pattern!r} ({error})") from error
 
 
 def _problems(schema: dict[str, Any]) -> Iterator[str]:
@@ -145,20 +158,6 @@ def _strings(schema: dict[str, Any]) -> Iterator[str]:
         yield "'format' together with a pattern or a length"
     if "pattern" in schema and has_length:
         yield "'pattern' together with a length"
-    if isinstance(pattern := schema.get("pattern"), str):
-        yield from _pattern(pattern)
-
-
-def _pattern(pattern: str) -> Iterator[str]:
-    """What the pattern names one by one would be written as it stands, where JSON wants an escape."""
-    try:
-        named = literals(pattern)
-        if any(code < 32 or chr(code) in '"\\' for code in named):
-            yield f"the pattern {pattern!r}, which names a quote, a backslash or a control character"
-            return
-        translate_plain(pattern)
-    except (BadGrammar, re.error) as error:
-        yield f"the pattern {pattern!r} ({error})"
 
 
 def _has_type(value: Any, names: Any) -> bool:

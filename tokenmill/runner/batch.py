@@ -22,6 +22,7 @@ from tokenmill.messages import IntArray, LongArray, RowStarts, StepPlan
 from tokenmill.runner.extras import Extras
 from tokenmill.runner.forest import Forest, Found
 from tokenmill.sampling import SamplingColumns, SamplingNeeds
+from tokenmill.sampling.slot_lists import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,11 +291,7 @@ class Rows:
             self._held_ids_S[slot] = held_ids
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cpu":
-            return tensor
-        # Pinned, so that the copy does not make the host wait for the steps in flight.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
 
 def positions(starts: IntArray, counts: IntArray) -> LongArray:

@@ -52,14 +52,13 @@ class SlotLists:
         start = 0
         for block in self._blocks:
             rows_M = np.flatnonzero(reached_N > start)
+            if not len(rows_M):
+                break
             columns = np.zeros((len(rows_M), block.shape[1]))
             for place, row in enumerate(rows_M.tolist()):
                 part = lists[row][start : start + block.shape[1]]
                 columns[place, : len(part)] = part
-            if len(rows_M):
-                block[to_device(slots_N[rows_M], self._device)] = to_device(
-                    columns, self._device, self._dtype
-                )
+            block[to_device(slots_N[rows_M], self._device)] = to_device(columns, self._device, self._dtype)
             start += block.shape[1]
         self._lengths_S[slots_N] = lengths_N
 
@@ -77,6 +76,9 @@ class SlotLists:
 
 
 def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The array on the device; the host does not wait for a copy."""
-    tensor = torch.from_numpy(array).to(dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """The array on the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+    if device.type == "cpu":
+        return tensor
+    # Pinned, so that the copy does not make the host wait for the steps in flight.
+    return tensor.pin_memory().to(device, non_blocking=True)
