@@ -34,6 +34,7 @@ PARTS: list[tuple[type, str]] = [
     (LocalRunner, "collect"),
     (Scheduler, "take_in"),
     (LocalRunner, "sample"),
+    (Grammars, "go_on"),
     (Grammars, "masks"),
     (LlguidanceBackend, "fill_masks"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -148,37 +149,88 @@ def test_a_grammar_that_breaks_while_it_is_followed(
         assert "the limit is 2,000" in finish.message
 
 
-def test_the_device_gets_ready_while_grammars_are_compiled(world: Any, make_request: Make) -> None:
+class Readiness:
+    """What a loop asks of its runner, in order: the numbers of rows launched, the ids of rows expected."""
+
+    def __init__(self, world: Any, compiler: FakeCompiler, *, steps_in_flight: int) -> None:
+        self.events: list[int | list[str]] = []
+        self.inbox = Inbox()
+        self._world, self._compiler = world, compiler
+        self.runner: Any = SimpleNamespace(
+            facts=SimpleNamespace(steps_in_flight=steps_in_flight),
+            preparation_seconds=0.0,
+            launch=self._launch,
+            sample=lambda masks: None,
+            collect=world.mill.collect,
+            call=self.call,
+        )
+
+    def _launch(self, plan: Any) -> None:
+        self.events.append(len(plan.slots))
+        self._world.mill.launch(plan)
+
+    def call(self, name: str, requests: Any) -> None:
+        assert name == "expect_masks"
+        self.events.append([request.id for request in requests])
+
+    def run(self, deliver: Callable[[Any], None]) -> None:
+        books = grammars(self._compiler)
+        books.close = lambda: None  # type: ignore[method-assign]
+        world = self._world
+        Loop(
+            self.runner, world.scheduler, world.cache, grammars=books, inbox=self.inbox, deliver=deliver
+        ).run()
+
+
+def test_the_device_gets_ready_while_grammars_take_long_to_compile(world: Any, make_request: Make) -> None:
     """Where nothing else is to be done; requests that come while others run must not hold these up."""
-    compiler, inbox = FakeCompiler(), Inbox()
-    expected: list[list[str]] = []
+    compiler = FakeCompiler()
+    loop = Readiness(world, compiler, steps_in_flight=1)
+    note = loop.call
 
     def call(name: str, requests: Any) -> None:
-        assert name == "expect_masks"
-        expected.append([request.id for request in requests])
+        note(name, requests)
+        compiler.future.set_exception(BadGrammar("it is bad"))
 
     def deliver(outputs: Any) -> None:
         for output in outputs:
             if output.request_id == "late":
-                inbox.put(Close())
+                loop.inbox.put(Close())
             elif output.request_id == "second":
-                inbox.put(Submit([make_request("plain", [1], 9)]))
-                inbox.put(Submit([guided(make_request, id="late")]))
+                loop.inbox.put(Submit([make_request("plain", [1], 9)]))
+                loop.inbox.put(Submit([guided(make_request, id="late")]))
 
-    runner: Any = SimpleNamespace(
-        facts=SimpleNamespace(steps_in_flight=1),
-        preparation_seconds=0.0,
-        launch=world.mill.launch,
-        sample=lambda masks: None,
-        collect=world.mill.collect,
-        call=call,
-    )
+    loop.runner.call = call
+    loop.inbox.put(Submit([guided(make_request, id="first"), guided(make_request, id="second")]))
+    loop.run(deliver)
+    assert [event for event in loop.events if isinstance(event, list)] == [["first", "second"]]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_the_device_gets_ready_while_it_computes_the_prompts(
+    world: Any, make_request: Make, steps_in_flight: int
+) -> None:
+    """Grammars are there sooner than what is prepared for them."""
+    compiler = FakeCompiler()
+    compiler.future.set_result(FakeTemplate(FakeMatcher([])))
+    loop = Readiness(world, compiler, steps_in_flight=steps_in_flight)
+    loop.inbox.put(Submit([guided(make_request, id="first")]))
+    loop.run(lambda outputs: loop.inbox.put(Close()))
+    assert loop.events[steps_in_flight] == ["first"]
+    assert [event for event in loop.events if isinstance(event, list)] == [["first"]]
+
+
+def test_the_device_need_not_get_ready_for_grammars_that_are_refused(world: Any, make_request: Make) -> None:
+    compiler = FakeCompiler()
     compiler.future.set_exception(BadGrammar("it is bad"))
-    inbox.put(Submit([guided(make_request, id="first"), guided(make_request, id="second")]))
-    books = grammars(compiler)
-    books.close = lambda: None  # type: ignore[method-assign]
-    Loop(runner, world.scheduler, world.cache, grammars=books, inbox=inbox, deliver=deliver).run()
-    assert expected == [["first", "second"]]
+    loop = Readiness(world, compiler, steps_in_flight=1)
+
+    def deliver(outputs: Any) -> None:
+        threading.Timer(0.2, loop.inbox.put, [Close()]).start()
+
+    loop.inbox.put(Submit([guided(make_request)]))
+    loop.run(deliver)
+    assert loop.events == []
 
 
 def test_a_matcher_is_made_for_the_first_mask(make_request: Make) -> None:
@@ -216,7 +268,8 @@ def guide_of(make_request: Make, matcher: FakeMatcher, **changes: Any) -> tuple[
 
 
 def mask(books: Grammars, guide: Guide) -> set[int]:
-    masks = books.masks([(3, guide)])
+    books.go_on([guide])
+    masks = books.masks([3], [guide])
     assert masks.slots.tolist() == [3]
     return set(np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little")).tolist())
 
@@ -267,7 +320,8 @@ def test_a_token_that_does_not_follow_fails_the_request(make_request: Make) -> N
         books, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(0,))
         if is_noted:
             guide.note(8)
-            books.masks([(3, guide)])
+            books.go_on([guide])
+            books.masks([3], [guide])
         else:
             guide.accept(8)
         assert guide.finish is not None

@@ -69,8 +69,11 @@ class Grammars:
         self._left[id(guide)] = self._num_masks.get(request.id, 10**9)
         return guide
 
-    def masks(self, guided: Sequence[tuple[int, Guide]]) -> None:
-        for _, guide in guided:
+    def go_on(self, guides: Sequence[Guide]) -> None:
+        pass
+
+    def masks(self, slots: Sequence[int], guides: Sequence[Guide]) -> None:
+        for guide in guides:
             self._left[id(guide)] -= 1
             if self._left[id(guide)] < 0:
                 guide.finish = STUCK

@@ -91,6 +91,8 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
     monkeypatch.setattr(Loop, "_report_compiled", told)
     params = {"regex": PATTERN, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 40}
     with sgl.Engine(model_path="tiny", device="cuda") as engine:
+        engine.generate("Once upon a time. " * 20, {"max_new_tokens": 2})  # waits for all kernels
+        captured.clear()
         assert re.fullmatch(PATTERN, engine.generate("Once", params)["text"])
     assert captured.index("compiled") == 2  # the forward pass and the draw came before
     assert captured[2:] == ["compiled"]

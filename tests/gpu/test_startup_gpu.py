@@ -69,7 +69,7 @@ def test_every_kernel_is_compiled_at_the_start(
     with tokenmill.Engine(model_path=str(folder), device="cuda", dtype=dtype) as engine:
         # The first token needs the kernels of its step only, the second one waits for all.
         engine.generate(input_ids=[[1, 2, 3]], sampling_params=greedy(1))
-        assert "_draw_kernel" in compiled
+        assert "_rotate_and_store_kernel" in compiled
         engine.generate(input_ids=[[1, 2, 3]], sampling_params=greedy(2))
         assert len(compiled) > 25
         compiled.clear()

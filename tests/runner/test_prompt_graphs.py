@@ -34,10 +34,12 @@ PAGES = ("page_slots", "page_groups", "page_columns", "page_ids")
 
 @dataclass
 class Calls:
-    """What stands in for the device's graphs has done."""
+    """What stands in for the device's graphs has done; those of draws are counted apart."""
 
     captured: list[str] = field(default_factory=list)
     replayed: int = 0
+    captured_draws: list[str] = field(default_factory=list)
+    replayed_draws: int = 0
     full: bool = False  # there is no memory for a graph
 
 
@@ -52,12 +54,14 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
 
     class Replay:
-        def __init__(self, step: Callable[[], Any]) -> None:
+        def __init__(self, step: Callable[[], Any], *, draws: bool) -> None:
             self.step, self.made, self.seconds = step, step(), 0.0
+            self.draws = draws
 
         def replay(self) -> None:
-            calls.replayed += 1
-            self.made = self.step()
+            calls.replayed += not self.draws
+            calls.replayed_draws += self.draws
+            self.made.copy_(self.step())  # always the same memory
 
     class Again:
         def __init__(self, *_: object) -> None:
@@ -66,8 +70,9 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def record(self, step: Callable[[], Any], title: str) -> Replay:
             if calls.full:
                 raise torch.OutOfMemoryError(title)
-            calls.captured.append(title)
-            return Replay(step)
+            draws = title.startswith("the draw")
+            (calls.captured_draws if draws else calls.captured).append(title)
+            return Replay(step, draws=draws)
 
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")
     monkeypatch.setattr(runner, "Recorder", Again)
@@ -281,6 +286,34 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
             result = engine.generate(input_ids=prompt[:length], sampling_params=greedy)
             assert result["output_ids"] == transformers_greedy(folder, prompt[:length], 2)
             assert (len(graphs_on_the_cpu.captured), graphs_on_the_cpu.replayed) == (captured, replayed)
+
+
+def test_one_graph_of_a_long_step_serves_however_tokens_are_drawn(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
+    folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts(6)
+    greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    ways: list[tuple[dict[str, Any], int, int]] = [  # with the draws that are captured and replayed then
+        ({"temperature": 0.9}, 1, 1),
+        (greedy, 1, 2),
+        ({"temperature": 0.9, "top_p": 0.8}, 2, 3),
+        ({"frequency_penalty": 0.5}, 2, 3),  # drawn kernel by kernel
+        (greedy, 2, 4),
+    ]
+    with sgl.Engine(
+        model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
+    ) as engine:
+        for replayed, (params, draws, replayed_draws) in enumerate(ways, start=1):
+            result = engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 2, **params})
+            if params is greedy:
+                assert result["output_ids"] == transformers_greedy(folder, prompt, 2)
+            calls = graphs_on_the_cpu
+            assert (len(calls.captured), calls.replayed) == (1, replayed)
+            assert (len(calls.captured_draws), calls.replayed_draws) == (draws, replayed_draws)
 
 
 def test_only_so_many_shapes_get_a_graph(

@@ -111,6 +111,7 @@ class Loop:
         self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-schedule")
         self._planned: StepPlan | None = None  # a step that was scheduled, but not launched yet
         self._step_clock = StepClock()
+        self._expected: Sequence[Request] = ()  # wait for grammars; the runner is to get ready for them
         self._closing = False
 
     @property
@@ -149,6 +150,8 @@ class Loop:
         if plan is not None:
             self._runner.launch(plan)
             self._watch.note(has_steps=True, has_requests=True)
+            if self._scheduler.num_in_flight >= min(depth, 2):  # the device has work meanwhile
+                self._get_ready()
             # The forward pass runs while the host catches up with the tokens before it.
             while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
                 self._collect()
@@ -195,14 +198,15 @@ class Loop:
         The device waits for the masks, and the library that fills them needs no interpreter meanwhile. So if
         the next step `may_plan`, it is scheduled at the same time.
         """
+        slots = [slot for slot, state in guided if state.guide is not None]
+        guides = [state.guide for _, state in guided if state.guide is not None]
+        self._grammars.go_on(guides)
+        # Only now, for the other thread keeps the interpreter until it is done, and masks take longer.
         upcoming: Future[StepPlan | None] | None = None
         if may_plan and len(guided) >= _MANY_MASKS:
             upcoming = self._second_thread.submit(self._scheduler.schedule)
         try:
-            masks = self._grammars.masks(
-                [(slot, state.guide) for slot, state in guided if state.guide is not None]
-            )
-            self._runner.sample(masks)
+            self._runner.sample(self._grammars.masks(slots, guides))
         finally:
             self._planned = None if upcoming is None else upcoming.result()
         self._send(self._scheduler.end_stuck(state for _, state in guided))
@@ -239,10 +243,12 @@ class Loop:
         """The next message; raises `queue.Empty` when a deadline is there before it."""
         with self.pulse.resting():
             left = self._deadlines.seconds_left()
-            if self._rest is not None and (left is None or left > _SECONDS_AWAKE):
+            if left is None or left > _SECONDS_AWAKE:
                 with contextlib.suppress(queue.Empty):
                     return self._inbox.get(timeout=_SECONDS_AWAKE)
-                self._rest()
+                self._get_ready()  # their grammars take long
+                if self._rest is not None:
+                    self._rest()
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _receive(self, message: Message) -> None:
@@ -280,9 +286,14 @@ class Loop:
                 asked.setdefault(request.grammar, []).append(request)
         for grammar, sharing in asked.items():
             self._grammars.compile(grammar, sharing, self._report_compiled)
-        if asked and self._scheduler.is_asleep:  # the device may get ready for them meanwhile
-            waiting = [request for sharing in asked.values() for request in sharing]
-            self._runner.call("expect_masks", requests=waiting)
+        if asked and self._scheduler.is_asleep:
+            self._expected = [request for sharing in asked.values() for request in sharing]
+
+    def _get_ready(self) -> None:
+        """Let the runner prepare the steps of rows under grammars, once some are to be expected."""
+        expected, self._expected = self._expected, ()
+        if expected and not self._scheduler.idle:
+            self._runner.call("expect_masks", requests=expected)
 
     def _report_compiled(self, outcomes: Sequence[tuple[str, Guide | Finish]]) -> None:
         self._inbox.put(Compiled(outcomes))

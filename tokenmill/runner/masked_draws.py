@@ -6,9 +6,7 @@ has a stream of its own, for it takes longer than the draw, and the forward pass
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -34,9 +32,9 @@ class MaskedDraws:
         self._recorder = recorder
         self._may_capture = True
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
-        self._bits: tuple[torch.Tensor, torch.Tensor] | None = None  # [rows, words], on the host and here
+        self._masks: _DeviceMasks | None = None
+        self._staged = torch.empty((0, self._num_words), dtype=torch.int32)  # pinned; grows
         self._masks_memory = _KnownMemory()
-        self._copies: _Copies | None = None
 
     def replay(self, made: Unsampled, slots: IntArray, masks: TokenMasks | None) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
@@ -47,18 +45,14 @@ class MaskedDraws:
         graph = self._graph(made, self._rows.sampling_needs(slots))
         if graph is None:
             return None
-        host, device = self._buffers()
         if masks is not None and np.array_equal(masks.slots, slots):
             source = self._masks_memory.tensor(masks.bits)
         else:
-            source = host[: len(slots)]
+            source = self._staging(len(slots))
             _fill(source.numpy(), slots, masks)
-        if self._copies is None:
-            self._copies = _Copies(self._rows.device)
-        with self._copies.before_use():
-            device[: len(slots)].copy_(source, non_blocking=True)
+        self._device_masks().write(source)
         graph.replay()
-        self._copies.used()
+        self._device_masks().were_read()
         return graph.made
 
     def expect(self, made: Unsampled, needs: SamplingNeeds) -> None:
@@ -80,20 +74,24 @@ class MaskedDraws:
         return self._graphs.get(key)
 
     def _capture(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled]:
-        _, device = self._buffers()
         size = len(made.logits_QV)
-        changes = _Masks(device[:size])
+        changes = _Masks(self._device_masks().bits_SW[:size])
         return self._recorder.record(
             lambda: draw_tokens(self._rows, made.logits_QV, made.slots_Q, made.columns, needs, changes),
             f"the draw of {size} rows, {needs}",
         )
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._bits is None:
-            shape = (self._most_rows, self._num_words)
-            host = torch.full(shape, _EVERYTHING, dtype=torch.int32).pin_memory()
-            self._bits = host, host.to(self._rows.device)
-        return self._bits
+    def _device_masks(self) -> _DeviceMasks:
+        if self._masks is None:
+            self._masks = _DeviceMasks(self._most_rows, self._num_words, self._rows.device)
+        return self._masks
+
+    def _staging(self, num_rows: int) -> torch.Tensor:
+        """Pinned memory for the masks of so many rows. For all that there can be it would take 20 ms."""
+        if len(self._staged) < num_rows:
+            shape = (min(2 * num_rows, self._most_rows), self._num_words)
+            self._staged = torch.empty(shape, dtype=torch.int32).pin_memory()
+        return self._staged[:num_rows]
 
 
 class _Masks(Changes):
@@ -108,27 +106,28 @@ class _Masks(Changes):
         return apply_masks(logits_QV, rows_Q, self._bits_QW)
 
 
-class _Copies:
-    """A stream for copies to one place, which the work of the usual stream waits for, and they for it."""
+class _DeviceMasks:
+    """Where all graphs look for the masks of their rows. They are copied there on a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, num_rows: int, num_words: int, device: torch.device) -> None:
+        self.bits_SW = torch.full((num_rows, num_words), _EVERYTHING, dtype=torch.int32, device=device)
+        self._usual_stream = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
-        self._copied = torch.cuda.Event()
-        self._used = torch.cuda.Event()
+        self._written = torch.cuda.Event()
+        self._read = torch.cuda.Event()
+        self.were_read()
 
-    @contextlib.contextmanager
-    def before_use(self) -> Iterator[None]:
-        """What is copied in this block is there for what the usual stream does next."""
+    def write(self, bits_QW: torch.Tensor) -> None:
+        """Copy the masks of the first rows; what the usual stream does next finds them there."""
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._used)
-            yield
-            self._copied.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._stream.wait_event(self._read)
+            self.bits_SW[: len(bits_QW)].copy_(bits_QW, non_blocking=True)
+            self._written.record(self._stream)
+        self._usual_stream.wait_event(self._written)
 
-    def used(self) -> None:
-        """What was copied is not needed after all that the usual stream has been given so far."""
-        self._used.record(torch.cuda.current_stream(self._device))
+    def were_read(self) -> None:
+        """They are not needed after all that the usual stream has been given so far."""
+        self._read.record(self._usual_stream)
 
 
 class _KnownMemory:

@@ -3,8 +3,10 @@
 Launching a step kernel by kernel takes the host longer than the device takes for some thousand tokens of a
 small model. A graph has room for a number of tokens, of which the first belong to rows that decode, however
 many there are. What is left over is a prompt of the spare row, so that every number in a step is finite.
-A late one ends before the logits: graphs that kept the logits of all their rows would fill the memory. Where
-prompts are looked at, it makes the hidden states of all tokens.
+A short one draws tokens, too. A long one ends before the logits and serves however tokens are drawn; what
+draws is a small graph of its own, whose launch a short step would notice. So does a late one, for graphs that
+kept the logits of all their rows would fill the memory. Where prompts are looked at, it makes the hidden
+states of all tokens.
 
 Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +27,10 @@ from tokenmill.messages import IntArray, LongArray, StepPlan
 from tokenmill.runner.batch import Rows, positions
 from tokenmill.runner.capture import at_least
 from tokenmill.runner.executor import Executor
-from tokenmill.runner.recorder import Graph, Recorder, StepKind, step_kind
-from tokenmill.sampling import sample
+from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
+from tokenmill.sampling import SamplingNeeds, sample
 
+_Made = TypeVar("_Made")
 _log = logging.getLogger("tokenmill")
 
 # Capturing a step costs about as much as launching it kernel by kernel. Long ones are captured at once, short
@@ -98,6 +103,8 @@ class StepShape:
 class _Captured:
     graph: Graph[torch.Tensor]
     inputs: torch.Tensor  # int32, as `pack` makes them
+    # What draws behind a long step, by what it has to do.
+    draws: dict[SamplingNeeds, Graph[torch.Tensor]] = field(default_factory=dict)
 
 
 class PromptGraphs:
@@ -131,12 +138,19 @@ class PromptGraphs:
         shape = None if shape is None else self._captured_shape(shape)
         if shape is None:
             return None
-        captured = self._graphs[shape]
+        captured, draw = self._graphs[shape], None
+        if shape.kind.late and not late:
+            draw = self._draw(shape, drawing_needs(self._rows, plan))
+            if draw is None:
+                return None
         inputs = pack(plan, shape, spare_slot=self._rows.spare_slot)
         captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
+        if draw is not None:
+            draw.replay()
+        made = captured.graph.made if draw is None else draw.made
         places = np.cumsum(plan.counts, dtype=np.int64) - 1 if shows_all else _row_places(plan, shape)
-        return captured.graph.made, places[plan.samples]
+        return made, places[plan.samples]
 
     def _shape(self, plan: StepPlan, *, late: bool, shows_all: bool) -> StepShape | None:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
@@ -155,7 +169,7 @@ class PromptGraphs:
             prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
             long_queries=long_queries,
             long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
-            kind=step_kind(self._rows, plan, late=late),
+            kind=step_kind(self._rows, plan, late=late or is_long),
             shows_all=shows_all,
         )
 
@@ -169,13 +183,37 @@ class PromptGraphs:
                 or len(self._graphs) >= self._most_graphs
             ):
                 return larger
-            try:
-                self._graphs[shape] = self._capture(shape)
-            except torch.OutOfMemoryError:
-                _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
-                self._most_graphs = len(self._graphs)
+            captured = self._unless_full(lambda: self._capture(shape), shape)
+            if captured is None:
                 return larger
+            self._graphs[shape] = captured
         return shape
+
+    def _draw(self, shape: StepShape, needs: SamplingNeeds) -> Graph[torch.Tensor] | None:
+        """The graph that draws behind a captured step; None: there is no memory for it."""
+        captured = self._graphs[shape]
+        if needs not in captured.draws:
+            hidden_RD = captured.graph.made
+            draw = self._unless_full(
+                lambda: self._recorder.record(
+                    lambda: draw_step(self._executor, self._rows, hidden_RD, captured.inputs, shape, needs),
+                    f"the draw of {shape.rows} rows, {needs}",
+                ),
+                shape,
+            )
+            if draw is None:
+                return None
+            captured.draws[needs] = draw
+        return captured.draws[needs]
+
+    def _unless_full(self, capture: Callable[[], _Made], shape: StepShape) -> _Made | None:
+        """What is captured; None: there is no memory for it, and no more steps are captured."""
+        try:
+            return capture()
+        except torch.OutOfMemoryError:
+            _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
+            self._most_graphs = len(self._graphs)
+        return None
 
     def _larger(self, shape: StepShape) -> StepShape | None:
         """The smallest captured shape with room for another one, where that is not too much of it."""
@@ -252,9 +290,9 @@ def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
 def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
     """One step from what `pack` says of it, on the device; see `PromptGraphs.replay`."""
     state, kind = rows.state, shape.kind
-    tokens, step_rows, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
+    tokens, _, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
     slot_T, position_T, given_T = tokens.to(torch.int64).view(3, -1)
-    slot_R, length_R, last_R, drawing_R = step_rows.to(torch.int64).view(4, -1)
+    slot_R, length_R, last_R, _ = _rows_of(inputs, shape)
     decodes = torch.arange(shape.decodes, dtype=torch.int32, device=inputs.device)
     longest, shared = rows.decode_bounds(shape.decodes, longest=kind.longest, max_pieces=kind.max_pieces)
     layout = StepLayout(
@@ -272,8 +310,25 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_ND = executor.forward_for_graph(token_id_T, layout, needed_N=None if shape.shows_all else last_R)
-    if kind.late:
-        return hidden_ND
-    draw = sample(executor.logits(hidden_ND), rows.sampling_columns(slot_R, length_R), kind.needs)
-    state.last_token_S[drawing_R] = draw.tokens_R
+    return hidden_ND if kind.late else draw_step(executor, rows, hidden_ND, inputs, shape, kind.needs)
+
+
+def draw_step(
+    executor: Executor,
+    rows: Rows,
+    hidden_RD: torch.Tensor,
+    inputs: torch.Tensor,
+    shape: StepShape,
+    needs: SamplingNeeds,
+) -> torch.Tensor:
+    """The tokens that follow on what `prompt_step` made of the same inputs, int64 [R]."""
+    slot_R, length_R, _, drawing_R = _rows_of(inputs, shape)
+    draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), needs)
+    rows.state.last_token_S[drawing_R] = draw.tokens_R
     return draw.told_R
+
+
+def _rows_of(inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
+    """Of each row, int64 [4, R]: see `_views`."""
+    first = 3 * shape.tokens
+    return inputs[first : first + 4 * shape.rows].to(torch.int64).view(4, -1)

@@ -42,7 +42,7 @@ _LATE = SamplingNeeds(random=True, filters=False)
 
 def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
     """The kind of a step; what its decoding rows share is brought up to date."""
-    needs = _LATE if late else _needs(rows, plan)
+    needs = _LATE if late else drawing_needs(rows, plan)
     slots, positions = plan.slots[: plan.num_decodes], plan.starts[: plan.num_decodes]
     if not len(slots):
         return StepKind(needs, SHORT_KEYS, late=late)
@@ -56,8 +56,8 @@ def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
     )
 
 
-def _needs(rows: Rows, plan: StepPlan) -> SamplingNeeds:
-    """Greedy rows are drawn by the same kernels as random ones."""
+def drawing_needs(rows: Rows, plan: StepPlan) -> SamplingNeeds:
+    """What a captured draw has to do. Greedy rows are drawn by the same kernels as random ones."""
     needs = rows.sampling_needs(plan.slots)
     return replace(needs, random=True, filters=needs.random and needs.filters)
 
