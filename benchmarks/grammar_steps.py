@@ -34,7 +34,6 @@ PARTS: list[tuple[type, str]] = [
     (LocalRunner, "collect"),
     (Scheduler, "take_in"),
     (LocalRunner, "sample"),
-    (Grammars, "go_on"),
     (Grammars, "masks"),
     (LlguidanceBackend, "fill_masks"),
 ]

@@ -268,8 +268,7 @@ def guide_of(make_request: Make, matcher: FakeMatcher, **changes: Any) -> tuple[
 
 
 def mask(books: Grammars, guide: Guide) -> set[int]:
-    books.go_on([guide])
-    masks = books.masks([3], [guide])
+    masks = books.masks([(3, guide)])
     assert masks.slots.tolist() == [3]
     return set(np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little")).tolist())
 
@@ -320,8 +319,7 @@ def test_a_token_that_does_not_follow_fails_the_request(make_request: Make) -> N
         books, guide = guide_of(make_request, FakeMatcher([7]), stop_ids=(0,))
         if is_noted:
             guide.note(8)
-            books.go_on([guide])
-            books.masks([3], [guide])
+            books.masks([(3, guide)])
         else:
             guide.accept(8)
         assert guide.finish is not None

@@ -151,24 +151,24 @@ class Grammars:
         failures = map(guide.accept, request.output_ids)
         return next(filter(None, failures), guide)
 
-    def go_on(self, guides: Sequence[Guide]) -> None:
-        """Go on by the tokens that were noted."""
-        behind = [guide for guide in guides if guide.unread is not None]
-        tokens = [guide.unread for guide in behind if guide.unread is not None]
-        allowed = self._compiler.backend().accept([guide.matcher for guide in behind], tokens)
-        for guide, is_allowed in zip(behind, allowed, strict=True):
-            guide.read(is_allowed)
-
-    def masks(self, slots: Sequence[int], guides: Sequence[Guide]) -> TokenMasks:
-        """The tokens that each slot may draw next, where its guide has gone on; valid until the next call.
+    def masks(self, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
+        """The tokens that each slot may draw next; valid until the next call.
 
         The row of a guide with a `finish` then means nothing.
         """
         backend = self._compiler.backend()
-        if self._bits.shape[0] < len(guides) or self._bits.shape[1] != backend.num_words:
-            self._bits = np.zeros((2 * len(guides), backend.num_words), dtype=np.int32)
-        bits = self._bits[: len(guides)]
-        are_complete = backend.fill_masks([guide.matcher for guide in guides], bits)
+        if self._bits.shape[0] < len(guided) or self._bits.shape[1] != backend.num_words:
+            self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
+        bits = self._bits[: len(guided)]
+        guides = [guide for _, guide in guided]
+        matchers = [guide.matcher for guide in guides]
+        behind = [guide for guide in guides if guide.unread is not None]
+        tokens = [guide.unread for guide in behind if guide.unread is not None]
+        # One right after the other, so that the library's threads do not fall asleep in between.
+        allowed = backend.accept([guide.matcher for guide in behind], tokens)
+        are_complete = backend.fill_masks(matchers, bits)
+        for guide, is_allowed in zip(behind, allowed, strict=True):
+            guide.read(is_allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
         without_token = _empty_rows(bits)
@@ -177,10 +177,11 @@ class Grammars:
         self._set_ends(guides, bits, are_complete)
         for row in _empty_rows(bits):
             guides[row].get_stuck(for_ends=row not in without_token)
+        slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
         # The tokenizer may know more ids than the model.
-        return TokenMasks(np.array(slots, dtype=np.int32), bits[:, : self._num_words])
+        return TokenMasks(slots, bits[:, : self._num_words])
 
-    def _set_ends(self, guides: Sequence[Guide], bits: IntArray, are_complete: BoolArray) -> None:
+    def _set_ends(self, guides: list[Guide], bits: IntArray, are_complete: BoolArray) -> None:
         """Complete the masks [guides, words]: ends are allowed where an output may end, and nowhere else.
 
         `are_complete` are the outputs that the grammar lets end; it is used up.

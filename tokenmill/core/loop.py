@@ -1,7 +1,6 @@
 """The one loop: drain the inbox, schedule a step, launch it, take in the oldest result.
 
-Runs the same in a thread or in a process (`launch.py`); only this thread touches scheduler and runner, with
-one exception: where many rows wait for masks, the next step is scheduled by a second thread meanwhile.
+Runs the same in a thread or in a process (`launch.py`); only this thread touches scheduler and runner.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +27,10 @@ from tokenmill.core.scheduler import CANCELLED, Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Runner, Sink, StepPlan
+from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Runner, Sink
 
 # Nothing to do for so long is rest.
 _SECONDS_AWAKE = 0.05
-# The masks of fewer rows are filled before another thread has woken up.
-_MANY_MASKS = 32
 # Steps that are launched at most before the oldest is taken in.
 _MOST_AHEAD = 64
 
@@ -108,8 +104,6 @@ class Loop:
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
-        self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-schedule")
-        self._planned: StepPlan | None = None  # a step that was scheduled, but not launched yet
         self._step_clock = StepClock()
         self._expected: Sequence[Request] = ()  # wait for grammars; the runner is to get ready for them
         self._closing = False
@@ -131,36 +125,33 @@ class Loop:
             if self._deadlines:
                 self._time_out(self._deadlines.pop_due())
             can_run = not (self._scheduler.is_asleep or self._control.stands_still)
-            self._watch.note(has_steps=self._num_launched > 0, has_requests=can_run)
+            self._watch.note(has_steps=self._scheduler.num_in_flight > 0, has_requests=can_run)
             if can_run:
                 self._turn()
         self.pulse.is_resting = True
-        self._second_thread.shutdown()
         self._send(self._scheduler.abort_all("the engine was shut down"))
         self._grammars.close()
 
-    def _turn(self, *, may_plan: bool = True) -> None:
+    def _turn(self) -> None:
         """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
-        depth = self._runner.facts.steps_in_flight
-        if self._planned is None and self._runner.preparation_seconds:
+        scheduler, depth = self._scheduler, self._runner.facts.steps_in_flight
+        if self._runner.preparation_seconds:
             self._prepare()
-        plan, self._planned = self._planned, None
-        if plan is None and self._scheduler.num_in_flight < depth:
-            plan = self._scheduler.schedule()
+        plan = scheduler.schedule() if scheduler.num_in_flight < depth else None
         if plan is not None:
             self._runner.launch(plan)
             self._watch.note(has_steps=True, has_requests=True)
-            if self._scheduler.num_in_flight >= min(depth, 2):  # the device has work meanwhile
+            if scheduler.num_in_flight >= min(depth, 2):  # the device has work meanwhile
                 self._get_ready()
             # The forward pass runs while the host catches up with the tokens before it.
-            while self._scheduler.num_in_flight > 1 and self._scheduler.waits_for_tokens:
+            while scheduler.num_in_flight > 1 and scheduler.waits_for_tokens:
                 self._collect()
-            if self._scheduler.waits_for_tokens and (guided := self._scheduler.guided()):
-                self._draw_guided(guided, may_plan=may_plan and depth > 1)
+            if scheduler.waits_for_tokens and (guided := scheduler.guided()):
+                self._draw_guided(guided)
             else:
                 self._runner.sample(None)
-        if self._num_launched >= depth or plan is None:
-            assert self._num_launched, "requests wait, yet nothing can be scheduled"
+        if scheduler.num_in_flight >= depth or plan is None:
+            assert scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
             self._collect()
         self._control.stepped()
 
@@ -176,7 +167,7 @@ class Loop:
         while scheduler.num_in_flight < most and (plan := scheduler.schedule()) is not None:
             runner.launch(plan)
             runner.sample(None)
-        self._watch.note(has_steps=self._num_launched > 0, has_requests=True)
+        self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=True)
         runner.prepare()
 
     def _most_ahead(self) -> int:
@@ -187,28 +178,10 @@ class Loop:
         steps = math.ceil(self._runner.preparation_seconds / self._step_clock.seconds)
         return min(depth + steps, _MOST_AHEAD)
 
-    @property
-    def _num_launched(self) -> int:
-        """Steps whose results the runner has or will have."""
-        return self._scheduler.num_in_flight - (self._planned is not None)
-
-    def _draw_guided(self, guided: Sequence[tuple[int, RequestState]], *, may_plan: bool) -> None:
-        """Draw the newest step under the grammars of these slots; ends requests that are left no token.
-
-        The device waits for the masks, and the library that fills them needs no interpreter meanwhile. So if
-        the next step `may_plan`, it is scheduled at the same time.
-        """
-        slots = [slot for slot, state in guided if state.guide is not None]
-        guides = [state.guide for _, state in guided if state.guide is not None]
-        self._grammars.go_on(guides)
-        # Only now, for the other thread keeps the interpreter until it is done, and masks take longer.
-        upcoming: Future[StepPlan | None] | None = None
-        if may_plan and len(guided) >= _MANY_MASKS:
-            upcoming = self._second_thread.submit(self._scheduler.schedule)
-        try:
-            self._runner.sample(self._grammars.masks(slots, guides))
-        finally:
-            self._planned = None if upcoming is None else upcoming.result()
+    def _draw_guided(self, guided: Sequence[tuple[int, RequestState]]) -> None:
+        """Draw the newest step under the grammars of these slots; ends requests that are left no token."""
+        guides = [(slot, state.guide) for slot, state in guided if state.guide is not None]
+        self._runner.sample(self._grammars.masks(guides))
         self._send(self._scheduler.end_stuck(state for _, state in guided))
 
     def _collect(self) -> None:
@@ -219,11 +192,11 @@ class Loop:
         finally:
             self.pulse.awaits_step = False
         self.pulse.num_steps += 1
-        self._step_clock.collected(is_steady=self._num_launched == self._runner.facts.steps_in_flight)
         scheduler = self._scheduler
-        self._watch.note(has_steps=self._num_launched > 1, has_requests=True)
+        self._step_clock.collected(is_steady=scheduler.num_in_flight == self._runner.facts.steps_in_flight)
+        self._watch.note(has_steps=scheduler.num_in_flight > 1, has_requests=True)
         outputs = scheduler.take_in(result)
-        self._watch.note(has_steps=self._num_launched > 0, has_requests=not scheduler.is_asleep)
+        self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=not scheduler.is_asleep)
         self._send(outputs)
 
     def _drain(self) -> None:
@@ -271,8 +244,6 @@ class Loop:
                 self._send(self._scheduler.cancel(request_ids))
                 self._end_held(request_ids, lambda _: Finish("abort", message=CANCELLED))
             case Call():
-                if self._planned is not None:  # a call may want everything that is in flight to come back
-                    self._turn(may_plan=False)
                 with self.pulse.resting():
                     self._answer(message)
             case Close():

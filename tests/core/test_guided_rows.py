@@ -1,8 +1,7 @@
-"""While masks are filled, the next step is scheduled: nothing that comes between may notice."""
+"""Rows that wait for masks: whatever comes between, their tokens are those of a row alone."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.core.conftest import run_alone, tokens_of
-from tokenmill.core import loop
 from tokenmill.core.grammars import Guide
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit
 from tokenmill.core.priority import Priorities
@@ -46,19 +44,11 @@ class Runner:
 
 
 class Grammars:
-    """Allows everything; a guide is stuck when its masks run out. Counts steps planned in a second thread."""
+    """Allows everything; a guide is stuck when its masks run out."""
 
-    def __init__(self, scheduler: Any, num_masks: dict[str, int]) -> None:
+    def __init__(self, num_masks: dict[str, int]) -> None:
         self._left: dict[int, int] = {}
         self._num_masks = num_masks
-        self.num_ahead = 0
-        schedule = scheduler.schedule
-
-        def watched() -> StepPlan | None:
-            self.num_ahead += threading.current_thread().name.startswith("tokenmill-schedule")
-            return schedule()
-
-        scheduler.schedule = watched
 
     def compile(self, grammar: Grammar, requests: Sequence[Any], done: Callable[[Any], None]) -> None:
         done([(request.id, self._guide(request)) for request in requests])
@@ -69,11 +59,8 @@ class Grammars:
         self._left[id(guide)] = self._num_masks.get(request.id, 10**9)
         return guide
 
-    def go_on(self, guides: Sequence[Guide]) -> None:
-        pass
-
-    def masks(self, slots: Sequence[int], guides: Sequence[Guide]) -> None:
-        for guide in guides:
+    def masks(self, guided: Sequence[tuple[int, Guide]]) -> None:
+        for _, guide in guided:
             self._left[id(guide)] -= 1
             if self._left[id(guide)] < 0:
                 guide.finish = STUCK
@@ -85,9 +72,17 @@ class Grammars:
         pass
 
 
-def run_loop(world: Any, requests: Sequence[Any], messages: dict[int, list[Any]], **options: Any) -> Any:
+def run_loop(
+    world: Any,
+    requests: Sequence[Any],
+    messages: dict[int, list[Any]],
+    *,
+    depth: int,
+    num_masks: dict[str, int],
+) -> dict[str, list[Output]]:
     """The outputs of each request; `messages` come while so many steps were drawn."""
-    inbox, outputs, ended, count = Inbox(), {}, set(), [0]
+    inbox, ended, count = Inbox(), set(), [0]
+    outputs: dict[str, list[Output]] = {}
 
     def deliver(delivered: Sequence[Output]) -> None:
         for output in delivered:
@@ -102,41 +97,17 @@ def run_loop(world: Any, requests: Sequence[Any], messages: dict[int, list[Any]]
         for message in messages.get(count[0], []):
             inbox.put(message)
 
-    grammars: Any = Grammars(world.scheduler, options.get("num_masks", {}))
-    runner: Any = Runner(world.mill, options.get("depth", 2), then)
+    grammars: Any = Grammars(num_masks)
+    runner: Any = Runner(world.mill, depth, then)
     runner.call = lambda name, **arguments: None
     inbox.put(Submit(requests))
     Loop(runner, world.scheduler, world.cache, grammars=grammars, inbox=inbox, deliver=deliver).run()
-    return outputs, grammars.num_ahead
+    return outputs
 
 
 def guided(make_request: Make, name: str, length: int, **changes: Any) -> Any:
     request = make_request(name, [1 + len(name), 2, 3, 4], length, **changes)
     return replace(request, grammar=Grammar("regex", "x"))
-
-
-def test_few_masks_are_not_worth_a_second_thread(harness: Make, make_request: Make) -> None:
-    requests = [guided(make_request, f"r{index}", 5) for index in range(4)]
-    _, num_ahead = run_loop(harness(), requests, {})
-    assert num_ahead == 0
-
-
-def test_one_step_at_a_time_stays_so(
-    harness: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "_MANY_MASKS", 1)
-    requests = [guided(make_request, f"r{index}", 5) for index in range(4)]
-    _, num_ahead = run_loop(harness(), requests, {}, depth=1)
-    assert num_ahead == 0
-
-
-def test_many_masks_are_filled_while_the_next_step_is_scheduled(harness: Make, make_request: Make) -> None:
-    requests = [guided(make_request, f"r{index}", 9) for index in range(40)]
-    world = harness(num_pages=400, max_rows=40, max_step_tokens=200)
-    outputs, num_ahead = run_loop(world, requests, {})
-    assert num_ahead >= 8
-    for request in requests:
-        assert tokens_of(outputs[request.id]) == run_alone(request)[0]
 
 
 KINDS = ("pause", "check", "flush", "cancel")
@@ -150,7 +121,7 @@ KINDS = ("pause", "check", "flush", "cancel")
     events=st.lists(st.tuples(st.integers(1, 30), st.sampled_from(KINDS), st.integers(0, 11)), max_size=6),
     num_pages=st.integers(16, 40),
     priorities=st.booleans(),
-    depth=st.integers(2, 3),
+    depth=st.integers(1, 3),
 )
 def test_whatever_comes_between(
     harness: Make,
@@ -189,11 +160,9 @@ def test_whatever_comes_between(
         arguments = ([1 + index, 2, 3, 4], length) if index in plain else (length,)
         requests.append(make(f"r{index}", *arguments, **({"priority": index % 3} if priorities else {})))
     world = harness(num_pages=num_pages, priorities=Priorities(enabled=True) if priorities else None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_MANY_MASKS", 1)
-        outputs, _ = run_loop(
-            world, requests, messages, depth=depth, num_masks={f"r{at}": n for at, n in stuck.items()}
-        )
+    outputs = run_loop(
+        world, requests, messages, depth=depth, num_masks={f"r{at}": n for at, n in stuck.items()}
+    )
     for index, request in enumerate(requests):
         expected, finish = run_alone(request)
         found, end = tokens_of(outputs[request.id]), outputs[request.id][-1].finish
