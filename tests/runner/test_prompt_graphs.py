@@ -40,7 +40,7 @@ class Calls:
     replayed: int = 0
     captured_draws: list[str] = field(default_factory=list)
     replayed_draws: int = 0
-    full: bool = False  # there is no memory for a graph
+    full_for: str | None = None  # there is no memory for graphs whose title begins so
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
             pass
 
         def record(self, step: Callable[[], Any], title: str) -> Replay:
-            if calls.full:
+            if calls.full_for is not None and title.startswith(calls.full_for):
                 raise torch.OutOfMemoryError(title)
             draws = title.startswith("the draw")
             (calls.captured_draws if draws else calls.captured).append(title)
@@ -245,12 +245,30 @@ def test_without_memory_for_a_graph_steps_are_plain(
     graphs_on_the_cpu: Calls,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    graphs_on_the_cpu.full = True
+    graphs_on_the_cpu.full_for = ""
     folder = make_model("llama", num_hidden_layers=1)
     with caplog.at_level("WARNING", "tokenmill"):
         rows = generate(folder, prompts(), [3] * 6, log_level="warning")
     assert rows == [transformers_greedy(folder, prompt, 3) for prompt in prompts()]
     assert [record for record in caplog.messages if "no memory is left to capture" in record]
+    assert not graphs_on_the_cpu.replayed
+
+
+def test_without_memory_for_its_draw_a_long_step_is_plain(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: Calls,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
+    graphs_on_the_cpu.full_for = "the draw"
+    folder = make_model("llama", num_hidden_layers=1)
+    with caplog.at_level("WARNING", "tokenmill"):
+        rows = generate(folder, prompts(), [3] * 6, log_level="warning")
+    assert rows == [transformers_greedy(folder, prompt, 3) for prompt in prompts()]
+    assert len([record for record in caplog.messages if "no memory is left to capture" in record]) == 1
+    assert graphs_on_the_cpu.captured
     assert not graphs_on_the_cpu.replayed
 
 

@@ -120,7 +120,7 @@ class PromptGraphs:
         self._most_tokens = min(_TOKENS[-1], int(_LAUNCH_SECONDS / row_seconds))
         self._most_padding = int(_PADDING_SECONDS / row_seconds)
         self._most_rows = most_rows
-        self._most_graphs = _MOST_GRAPHS
+        self._has_memory = True  # for more graphs
         self._steps: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, _Captured] = {}
 
@@ -180,7 +180,7 @@ class PromptGraphs:
             larger = self._larger(shape)
             if (
                 self._steps[shape] <= _steps_before_capture(shape, larger)
-                or len(self._graphs) >= self._most_graphs
+                or len(self._graphs) >= _MOST_GRAPHS
             ):
                 return larger
             captured = self._unless_full(lambda: self._capture(shape), shape)
@@ -207,12 +207,14 @@ class PromptGraphs:
         return captured.draws[needs]
 
     def _unless_full(self, capture: Callable[[], _Made], shape: StepShape) -> _Made | None:
-        """What is captured; None: there is no memory for it, and no more steps are captured."""
+        """What is captured; None: there is no memory for it, and nothing more is captured."""
+        if not self._has_memory:
+            return None
         try:
             return capture()
         except torch.OutOfMemoryError:
             _log.warning("no memory is left to capture %s; steps with prompts get no more graphs", shape)
-            self._most_graphs = len(self._graphs)
+            self._has_memory = False
         return None
 
     def _larger(self, shape: StepShape) -> StepShape | None:
