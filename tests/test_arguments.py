@@ -496,7 +496,8 @@ def test_server_args_as_scripts_for_sglang_make_them() -> None:
     parser.add_argument("--rows", type=int, default=3)
     line = (
         "--model-path tiny --dtype float32 --skip-tokenizer-init --tp 1 --dp-size 1 --cuda-graph-max-bs 8 "
-        "--disable-overlap-schedule --enable-custom-logit-processor --schedule-conservativeness 0.5"
+        "--disable-overlap-schedule --enable-custom-logit-processor --schedule-conservativeness 0.5 "
+        "--cuda-graph-bs 1 2 4 --bucket-e2e-request-latency 0.5"
     )
     options = parser.parse_args(line.split())
     made = sgl.ServerArgs.from_cli_args(options)
@@ -504,6 +505,8 @@ def test_server_args_as_scripts_for_sglang_make_them() -> None:
     assert (made.tp_size, made.steps_in_flight) == (1, 1)
     with pytest.raises(InvalidArgument, match="tp_size"):
         sgl.ServerArgs.from_cli_args(parser.parse_args(["--tp-size", "2"]))
+    with pytest.raises(InvalidArgument, match="lora_paths"):
+        sgl.ServerArgs.from_cli_args(parser.parse_args(["--lora-paths", "one", "two"]))
     assert "--tp-size" not in parser.format_help()
     assert resolve(**dataclasses.asdict(made)) == resolve(server_args=made)
     assert sgl.ServerArgs(model="tiny", tp_size=1, context_length=64).context_length == 64

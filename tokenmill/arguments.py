@@ -37,6 +37,7 @@ from tokenmill.sglang_names import (
     FOREIGN_NAMES,
     GRAMMAR_BACKENDS,
     IGNORED,
+    LISTS,
     LOG_LEVELS,
     POLICIES,
     REFUSED,
@@ -157,7 +158,8 @@ class ServerArgs(EngineConfig):
         """Give a parser a flag for each argument, in our names (which its help shows) and SGLang's others."""
         add_engine_flags(parser, without=())
         names = [name for name in _OTHERS if name != "model"]
-        add_hidden_engine_flags(parser, {name: _values_like(SPELLINGS.get(name, name)) for name in names})
+        examples = {name: _values_like(SPELLINGS.get(name, name)) for name in names}
+        add_hidden_engine_flags(parser, examples, lists=LISTS)
 
     @classmethod
     def from_cli_args(cls, options: argparse.Namespace) -> ServerArgs:

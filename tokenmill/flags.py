@@ -10,7 +10,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenmill.config import EngineConfig
@@ -35,14 +35,16 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] 
 
 
 def add_hidden_engine_flags(
-    parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[object]]
+    parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[object]], *, lists: Collection[str]
 ) -> None:
-    """More arguments of `Engine`, without help. What type a value has, examples tell."""
+    """More arguments of `Engine`, without help. Examples tell the type of a value; `lists` have several."""
     for name, values in examples.items():
         kind = next((type(value) for value in values if value is not None), str)
         parsing: dict[str, Any] = {"type": kind if kind in (int, float) else str}
         if kind is bool:
             parsing = {"action": "store_true"}
+        elif name in lists:
+            parsing["nargs"] = "+"
         flag = "--" + name.replace("_", "-")
         parser.add_argument(
             flag, dest=f"engine.{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **parsing
