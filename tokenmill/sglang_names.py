@@ -20,8 +20,8 @@ LISTS = frozenset({
     "cuda_graph_bs", "cuda_graph_bs_decode", "cuda_graph_bs_prefill", "piecewise_cuda_graph_tokens",
     "tokenizer_metrics_allowed_custom_labels", "bucket_time_to_first_token", "bucket_inter_token_latency",
     "bucket_e2e_request_latency", "prompt_tokens_buckets", "generation_tokens_buckets", "log_requests_target",
-    "debug_tensor_dump_layers", "numa_node", "encoder_urls", "custom_weight_loader", "lora_paths",
-    "lora_target_modules", "remote_instance_weight_loader_send_weights_group_ports",
+    "debug_tensor_dump_layers", "gc_threshold", "numa_node", "encoder_urls", "custom_weight_loader",
+    "lora_paths", "lora_target_modules", "remote_instance_weight_loader_send_weights_group_ports",
 })
 
 IGNORED: dict[str, dict[str, object]] = {

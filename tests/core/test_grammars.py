@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -214,10 +213,11 @@ def test_the_device_gets_ready_while_it_computes_the_prompts(
     compiler = FakeCompiler()
     compiler.future.set_result(FakeTemplate(FakeMatcher([])))
     loop = Readiness(world, compiler, steps_in_flight=steps_in_flight)
-    loop.inbox.put(Submit([guided(make_request, id="first")]))
+    for name in ("first", "second"):
+        loop.inbox.put(Submit([guided(make_request, id=name)]))
     loop.run(lambda outputs: loop.inbox.put(Close()))
-    assert loop.events[steps_in_flight] == ["first"]
-    assert [event for event in loop.events if isinstance(event, list)] == [["first"]]
+    assert loop.events[steps_in_flight] == ["first", "second"]
+    assert len([event for event in loop.events if isinstance(event, list)]) == 1
 
 
 def test_the_device_need_not_get_ready_for_grammars_that_are_refused(world: Any, make_request: Make) -> None:
@@ -226,11 +226,16 @@ def test_the_device_need_not_get_ready_for_grammars_that_are_refused(world: Any,
     loop = Readiness(world, compiler, steps_in_flight=1)
 
     def deliver(outputs: Any) -> None:
-        threading.Timer(0.2, loop.inbox.put, [Close()]).start()
+        for output in outputs:
+            if output.request_id == "bad":
+                loop.inbox.put(Submit([make_request("plain", [1], 9)]))
+            elif output.finish is not None:
+                loop.inbox.put(Close())
 
-    loop.inbox.put(Submit([guided(make_request)]))
+    loop.inbox.put(Submit([guided(make_request, id="bad")]))
     loop.run(deliver)
-    assert loop.events == []
+    assert loop.events
+    assert set(loop.events) == {1}  # the rows of steps
 
 
 def test_a_matcher_is_made_for_the_first_mask(make_request: Make) -> None:

@@ -99,7 +99,7 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
 
 
 def test_many_rows_are_those_of_the_plain_path() -> None:
-    """With many masks steps are planned ahead, and rows come and go between them."""
+    """Rows come and go between steps under masks."""
     params: list[dict[str, Any]] = [
         {
             "temperature": index % 3 / 2,

@@ -67,7 +67,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def __init__(self, *_: object) -> None:
             pass
 
-        def record(self, step: Callable[[], Any], title: str) -> Replay:
+        def record(self, step: Callable[[], Any], title: str, *, may_run: bool = True) -> Replay:
             if calls.full_for is not None and title.startswith(calls.full_for):
                 raise torch.OutOfMemoryError(title)
             draws = title.startswith("the draw")
@@ -252,6 +252,49 @@ def test_without_memory_for_a_graph_steps_are_plain(
     assert rows == [transformers_greedy(folder, prompt, 3) for prompt in prompts()]
     assert [record for record in caplog.messages if "no memory is left to capture" in record]
     assert not graphs_on_the_cpu.replayed
+
+
+def test_a_draw_that_is_captured_later_touches_no_row(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here a capture runs what it records, as one does that fails at first."""
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
+    folder, rng = make_model("qwen3", num_hidden_layers=1), random.Random(3)
+    inputs = [[rng.randrange(256) for _ in range(length)] for length in (5, *[19] * 5)]
+    greedy = {"temperature": 0, "ignore_eos": True}
+    filtered = {"temperature": 0.9, "top_p": 0.8, "ignore_eos": True, "max_new_tokens": 3}
+    params = [{**greedy, "max_new_tokens": 20}, *[{**greedy, "max_new_tokens": 3}] * 3, filtered, filtered]
+    with sgl.Engine(
+        model_path=str(folder),
+        dtype="float32",
+        device="cpu",
+        chunked_prefill_size=24,
+        max_running_requests=2,
+        disable_radix_cache=True,
+    ) as engine:
+        first, *_ = engine.generate(input_ids=inputs, sampling_params=params)
+    assert first["output_ids"] == transformers_greedy(folder, inputs[0], 20)
+    assert len(graphs_on_the_cpu.captured_draws) > len(graphs_on_the_cpu.captured)
+
+
+def test_a_larger_graph_serves_on_where_a_draw_finds_no_memory(
+    make_model: Callable[..., Path], graphs_on_the_cpu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
+    monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(prompt_graphs, "_PADDING_SECONDS", 1.0)
+    folder = make_model("llama", num_hidden_layers=1)
+    with sgl.Engine(
+        model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
+    ) as engine:
+        # 20 and 21 are of one shape, which gets its own graph when it comes again, but none for its draw.
+        for length, replayed in [(60, 1), (20, 2), (21, 2), (20, 3), (22, 4), (60, 5)]:
+            graphs_on_the_cpu.full_for = "the draw" if length == 21 else graphs_on_the_cpu.full_for
+            engine.generate(input_ids=list(range(length)), sampling_params={"max_new_tokens": 1})
+            assert graphs_on_the_cpu.replayed == replayed
 
 
 def test_without_memory_for_its_draw_a_long_step_is_plain(

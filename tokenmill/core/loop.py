@@ -105,7 +105,7 @@ class Loop:
         self._held: deque[Message] = deque()
         self._deadlines = Deadlines(clock)
         self._step_clock = StepClock()
-        self._expected: Sequence[Request] = ()  # wait for grammars; the runner is to get ready for them
+        self._expected: list[Request] = []  # wait for grammars; the runner is to get ready for them
         self._closing = False
 
     @property
@@ -258,12 +258,12 @@ class Loop:
         for grammar, sharing in asked.items():
             self._grammars.compile(grammar, sharing, self._report_compiled)
         if asked and self._scheduler.is_asleep:
-            self._expected = [request for sharing in asked.values() for request in sharing]
+            self._expected += [request for sharing in asked.values() for request in sharing]
 
     def _get_ready(self) -> None:
         """Let the runner prepare the steps of rows under grammars, once some are to be expected."""
-        expected, self._expected = self._expected, ()
-        if expected and not self._scheduler.idle:
+        expected, self._expected = self._expected, []
+        if expected and self._scheduler.has_late_rows:
             self._runner.call("expect_masks", requests=expected)
 
     def _report_compiled(self, outcomes: Sequence[tuple[str, Guide | Finish]]) -> None:

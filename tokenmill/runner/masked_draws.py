@@ -79,6 +79,7 @@ class MaskedDraws:
         return self._recorder.record(
             lambda: draw_tokens(self._rows, made.logits_QV, made.slots_Q, made.columns, needs, changes),
             f"the draw of {size} rows, {needs}",
+            may_run=False,  # on the rows of the step at hand; kernel by kernel it may, if this fails
         )
 
     def _device_masks(self) -> _DeviceMasks:

@@ -4,9 +4,9 @@ Launching a step kernel by kernel takes the host longer than the device takes fo
 small model. A graph has room for a number of tokens, of which the first belong to rows that decode, however
 many there are. What is left over is a prompt of the spare row, so that every number in a step is finite.
 A short one draws tokens, too. A long one ends before the logits and serves however tokens are drawn; what
-draws is a small graph of its own, whose launch a short step would notice. So does a late one, for graphs that
-kept the logits of all their rows would fill the memory. Where prompts are looked at, it makes the hidden
-states of all tokens.
+draws is a small graph of its own, whose launch a short step would notice. A late one ends there, too, for
+graphs that kept the logits of all their rows would fill the memory; it is drawn kernel by kernel. Where
+prompts are looked at, it makes the hidden states of all tokens.
 
 Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P rows.
 """
@@ -142,6 +142,8 @@ class PromptGraphs:
         if shape.kind.late and not late:
             draw = self._draw(shape, drawing_needs(self._rows, plan))
             if draw is None:
+                if not captured.draws:
+                    del self._graphs[shape]  # a larger one may serve
                 return None
         inputs = pack(plan, shape, spare_slot=self._rows.spare_slot)
         captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
@@ -194,6 +196,8 @@ class PromptGraphs:
         captured = self._graphs[shape]
         if needs not in captured.draws:
             hidden_RD = captured.graph.made
+            # Those of the step before are left there, and its rows have gone on.
+            captured.inputs.copy_(self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot)))
             draw = self._unless_full(
                 lambda: self._recorder.record(
                     lambda: draw_step(self._executor, self._rows, hidden_RD, captured.inputs, shape, needs),

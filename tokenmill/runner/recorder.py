@@ -105,10 +105,11 @@ class Recorder:
             self._num_bytes = sum(segment["total_size"] for segment in mine)
         return self._num_bytes
 
-    def record(self, step: Callable[[], _Made], title: str) -> Graph[_Made]:
-        """Capture `step`, which returns the tensors it makes and may run on nobody's rows meanwhile.
+    def record(self, step: Callable[[], _Made], title: str, *, may_run: bool = True) -> Graph[_Made]:
+        """Capture `step`, which returns the tensors it makes; if it `may_run`, it is to be on nobody's rows.
 
-        Raises torch.OutOfMemoryError if there is no memory for the graph.
+        Raises torch.OutOfMemoryError if there is no memory for the graph, and RuntimeError if it cannot be
+        captured.
         """
         if self._kernels is not None:
             self._kernels.wait()
@@ -124,6 +125,8 @@ class Recorder:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # something sets itself up at its first use, not in a capture
+                if not may_run:
+                    raise
                 _log.warning("capturing %s failed, trying again after a run: %s", title, error)
                 step()
                 graph, made = self._capture(step)
