@@ -101,6 +101,12 @@ def generate(folder: Path, inputs: list[list[int]], lengths: list[int], **settin
         return [r["output_ids"] for r in engine.generate(input_ids=inputs, sampling_params=params)]
 
 
+def uncached(folder: Path, **settings: Any) -> sgl.Engine:
+    """An engine that computes every prompt."""
+    arguments = {"dtype": "float32", "device": "cpu", "disable_radix_cache": True}
+    return sgl.Engine(model_path=str(folder), **arguments, **settings)
+
+
 def test_greedy_tokens_are_those_of_transformers(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
@@ -239,18 +245,26 @@ def numbers_in(nested: Any) -> list[float]:
     return [] if nested is None else [float(nested)]
 
 
+@pytest.mark.parametrize(
+    ("title", "long_step"), [("", prompt_graphs._LONG_STEP), ("the draw", 16)], ids=["any", "draw"]
+)
 def test_without_memory_for_a_graph_steps_are_plain(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
     graphs_on_the_cpu: Calls,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    title: str,
+    long_step: int,
 ) -> None:
-    graphs_on_the_cpu.full_for = ""
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", long_step)
+    graphs_on_the_cpu.full_for = title
     folder = make_model("llama", num_hidden_layers=1)
     with caplog.at_level("WARNING", "tokenmill"):
         rows = generate(folder, prompts(), [3] * 6, log_level="warning")
     assert rows == [transformers_greedy(folder, prompt, 3) for prompt in prompts()]
-    assert [record for record in caplog.messages if "no memory is left to capture" in record]
+    assert len([record for record in caplog.messages if "no memory is left to capture" in record]) == 1
+    assert bool(graphs_on_the_cpu.captured) == bool(title)
     assert not graphs_on_the_cpu.replayed
 
 
@@ -267,14 +281,7 @@ def test_a_draw_that_is_captured_later_touches_no_row(
     greedy = {"temperature": 0, "ignore_eos": True}
     filtered = {"temperature": 0.9, "top_p": 0.8, "ignore_eos": True, "max_new_tokens": 3}
     params = [{**greedy, "max_new_tokens": 20}, *[{**greedy, "max_new_tokens": 3}] * 3, filtered, filtered]
-    with sgl.Engine(
-        model_path=str(folder),
-        dtype="float32",
-        device="cpu",
-        chunked_prefill_size=24,
-        max_running_requests=2,
-        disable_radix_cache=True,
-    ) as engine:
+    with uncached(folder, chunked_prefill_size=24, max_running_requests=2) as engine:
         first, *_ = engine.generate(input_ids=inputs, sampling_params=params)
     assert first["output_ids"] == transformers_greedy(folder, inputs[0], 20)
     assert len(graphs_on_the_cpu.captured_draws) > len(graphs_on_the_cpu.captured)
@@ -287,32 +294,12 @@ def test_a_larger_graph_serves_on_where_a_draw_finds_no_memory(
     monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 1)
     monkeypatch.setattr(prompt_graphs, "_PADDING_SECONDS", 1.0)
     folder = make_model("llama", num_hidden_layers=1)
-    with sgl.Engine(
-        model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
-    ) as engine:
+    with uncached(folder) as engine:
         # 20 and 21 are of one shape, which gets its own graph when it comes again, but none for its draw.
         for length, replayed in [(60, 1), (20, 2), (21, 2), (20, 3), (22, 4), (60, 5)]:
             graphs_on_the_cpu.full_for = "the draw" if length == 21 else graphs_on_the_cpu.full_for
             engine.generate(input_ids=list(range(length)), sampling_params={"max_new_tokens": 1})
             assert graphs_on_the_cpu.replayed == replayed
-
-
-def test_without_memory_for_its_draw_a_long_step_is_plain(
-    make_model: Callable[..., Path],
-    transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
-    graphs_on_the_cpu.full_for = "the draw"
-    folder = make_model("llama", num_hidden_layers=1)
-    with caplog.at_level("WARNING", "tokenmill"):
-        rows = generate(folder, prompts(), [3] * 6, log_level="warning")
-    assert rows == [transformers_greedy(folder, prompt, 3) for prompt in prompts()]
-    assert len([record for record in caplog.messages if "no memory is left to capture" in record]) == 1
-    assert graphs_on_the_cpu.captured
-    assert not graphs_on_the_cpu.replayed
 
 
 def test_a_shape_gets_a_graph_when_it_has_come_often(
@@ -340,9 +327,7 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
     monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 2)
     folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts(6)
     greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
-    with sgl.Engine(
-        model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
-    ) as engine:
+    with uncached(folder) as engine:
         for length, captured, replayed in [(20, 0, 0), (19, 1, 1), (5, 1, 2), (6, 1, 3), (5, 2, 4)]:
             result = engine.generate(input_ids=prompt[:length], sampling_params=greedy)
             assert result["output_ids"] == transformers_greedy(folder, prompt[:length], 2)
@@ -365,9 +350,7 @@ def test_one_graph_of_a_long_step_serves_however_tokens_are_drawn(
         ({"frequency_penalty": 0.5}, 2, 3),  # drawn kernel by kernel
         (greedy, 2, 4),
     ]
-    with sgl.Engine(
-        model_path=str(folder), dtype="float32", device="cpu", disable_radix_cache=True
-    ) as engine:
+    with uncached(folder) as engine:
         for replayed, (params, draws, replayed_draws) in enumerate(ways, start=1):
             result = engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 2, **params})
             if params is greedy:

@@ -31,6 +31,7 @@ from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, 
 from tokenmill.sampling import SamplingNeeds, sample
 
 _Made = TypeVar("_Made")
+_Ints = TypeVar("_Ints", IntArray, torch.Tensor)
 _log = logging.getLogger("tokenmill")
 
 # Capturing a step costs about as much as launching it kernel by kernel. Long ones are captured at once, short
@@ -195,16 +196,7 @@ class PromptGraphs:
         """The graph that draws behind a captured step; None: there is no memory for it."""
         captured = self._graphs[shape]
         if needs not in captured.draws:
-            hidden_RD = captured.graph.made
-            # Those of the step before are left there, and its rows have gone on.
-            captured.inputs.copy_(self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot)))
-            draw = self._unless_full(
-                lambda: self._recorder.record(
-                    lambda: draw_step(self._executor, self._rows, hidden_RD, captured.inputs, shape, needs),
-                    f"the draw of {shape.rows} rows, {needs}",
-                ),
-                shape,
-            )
+            draw = self._unless_full(lambda: self._capture_draw(captured, shape, needs), shape)
             if draw is None:
                 return None
             captured.draws[needs] = draw
@@ -236,6 +228,17 @@ class PromptGraphs:
             lambda: prompt_step(self._executor, self._rows, inputs, shape), str(shape)
         )
         return _Captured(graph, inputs)
+
+    def _capture_draw(
+        self, captured: _Captured, shape: StepShape, needs: SamplingNeeds
+    ) -> Graph[torch.Tensor]:
+        """Record the draw behind a step on the spare row: those left in its inputs have gone on."""
+        captured.inputs.copy_(self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot)))
+        _, rows_R, _ = _views(captured.inputs, shape)
+        return self._recorder.record(
+            lambda: draw_step(self._executor, self._rows, captured.graph.made, rows_R.to(torch.int64), needs),
+            f"the draw of {shape.rows} rows, {needs}",
+        )
 
 
 def _steps_before_capture(shape: StepShape, larger: StepShape | None) -> int:
@@ -278,12 +281,14 @@ def _spare_inputs(shape: StepShape, spare_slot: int) -> IntArray:
     return inputs
 
 
-def _views(inputs: IntArray, shape: StepShape) -> tuple[IntArray, IntArray, IntArray]:
+def _views(inputs: _Ints, shape: StepShape) -> tuple[_Ints, _Ints, _Ints]:
     """Of each token: slot, position, id or -1 for the row's last one. Of each row: slot, length with this
     step's tokens, its last token in the step, the slot that gets the token drawn. First tokens of prompts.
     """
-    tokens, rows = np.split(inputs[: 3 * shape.tokens + 4 * shape.rows], [3 * shape.tokens])
-    return tokens.reshape(3, -1), rows.reshape(4, -1), inputs[-shape.prompts - 1 :]
+    end_of_tokens = 3 * shape.tokens
+    end_of_rows = end_of_tokens + 4 * shape.rows
+    tokens, rows = inputs[:end_of_tokens], inputs[end_of_tokens:end_of_rows]
+    return tokens.reshape(3, -1), rows.reshape(4, -1), inputs[end_of_rows:]
 
 
 def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
@@ -296,9 +301,10 @@ def _row_places(plan: StepPlan, shape: StepShape) -> LongArray:
 def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
     """One step from what `pack` says of it, on the device; see `PromptGraphs.replay`."""
     state, kind = rows.state, shape.kind
-    tokens, _, starts_P = inputs.split((3 * shape.tokens, 4 * shape.rows, shape.prompts + 1))
-    slot_T, position_T, given_T = tokens.to(torch.int64).view(3, -1)
-    slot_R, length_R, last_R, _ = _rows_of(inputs, shape)
+    tokens_T, rows_R, starts_P = _views(inputs, shape)
+    slot_T, position_T, given_T = tokens_T.to(torch.int64)
+    rows_R = rows_R.to(torch.int64)
+    slot_R, length_R, last_R, _ = rows_R
     decodes = torch.arange(shape.decodes, dtype=torch.int32, device=inputs.device)
     longest, shared = rows.decode_bounds(shape.decodes, longest=kind.longest, max_pieces=kind.max_pieces)
     layout = StepLayout(
@@ -316,25 +322,14 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_ND = executor.forward_for_graph(token_id_T, layout, needed_N=None if shape.shows_all else last_R)
-    return hidden_ND if kind.late else draw_step(executor, rows, hidden_ND, inputs, shape, kind.needs)
+    return hidden_ND if kind.late else draw_step(executor, rows, hidden_ND, rows_R, kind.needs)
 
 
 def draw_step(
-    executor: Executor,
-    rows: Rows,
-    hidden_RD: torch.Tensor,
-    inputs: torch.Tensor,
-    shape: StepShape,
-    needs: SamplingNeeds,
+    executor: Executor, rows: Rows, hidden_RD: torch.Tensor, rows_R: torch.Tensor, needs: SamplingNeeds
 ) -> torch.Tensor:
-    """The tokens that follow on what `prompt_step` made of the same inputs, int64 [R]."""
-    slot_R, length_R, _, drawing_R = _rows_of(inputs, shape)
+    """The tokens that follow on the hidden states of rows, int64 [R]; `rows_R`, int64: see `_views`."""
+    slot_R, length_R, _, drawing_R = rows_R
     draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), needs)
     rows.state.last_token_S[drawing_R] = draw.tokens_R
     return draw.told_R
-
-
-def _rows_of(inputs: torch.Tensor, shape: StepShape) -> torch.Tensor:
-    """Of each row, int64 [4, R]: see `_views`."""
-    first = 3 * shape.tokens
-    return inputs[first : first + 4 * shape.rows].to(torch.int64).view(4, -1)
