@@ -97,6 +97,10 @@ def test_masks_and_processors_join_captured_steps(make_model: Callable[..., Path
     expected = apply_masks_torch(logits.clone(), rows, bits)
     found = triton_masks.apply_masks(logits.cuda(), rows.cuda(), bits.cuda())
     assert torch.equal(found.cpu(), expected)
+    bits = bits.pin_memory()
+    place = torch.tensor([bits.data_ptr(), bits.stride(0), len(bits)]).cuda()
+    expected = apply_masks_torch(logits.clone(), torch.arange(128), bits)
+    assert torch.equal(triton_masks.apply_host_masks(logits.cuda(), place).cpu(), expected)
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 32, 40])

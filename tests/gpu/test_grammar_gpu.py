@@ -76,9 +76,9 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
 
     record, compiled, captured = Recorder.record, Loop._report_compiled, []
 
-    def recorded(self: Any, step: Any, title: str) -> Any:
+    def recorded(self: Any, step: Any, title: str, **options: Any) -> Any:
         captured.append(title)
-        return record(self, step, title)
+        return record(self, step, title, **options)
 
     def told(self: Any, outcomes: Any) -> None:
         def tell() -> None:

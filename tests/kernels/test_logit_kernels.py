@@ -83,6 +83,24 @@ def test_masks(triton_device: str, dtype: torch.dtype, num_words: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_masks", [4, 3, 0])
+def test_masks_in_the_memory_of_the_host(triton_device: str, dtype: torch.dtype, num_masks: int) -> None:
+    """A row has more words than the vocabulary needs; rows behind the masks keep their logits."""
+    from tokenmill.kernels import triton_masks
+
+    logits = make_logits(triton_device, 4, dtype)
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(-(2**31), 2**31, (4, 160), generator=generator).to(torch.int32)
+    words = words.pin_memory() if triton_device == "cuda" else words
+    place = torch.tensor([words.data_ptr(), words.stride(0), num_masks], device=triton_device)
+    bits = words[:num_masks, : -(-VOCABULARY // 32)].contiguous().to(triton_device)
+    rows = torch.arange(num_masks, device=triton_device)
+    expected = apply_masks_torch(logits.clone(), rows, bits)
+    found = triton_masks.apply_host_masks(logits.clone(), place)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_top", [0, 1, 5, 32, 40])
 def test_logprobs(triton_device: str, dtype: torch.dtype, num_top: int) -> None:
     logits = make_logits(triton_device, 4, dtype)

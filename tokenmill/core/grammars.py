@@ -6,6 +6,7 @@ its output is complete, and nowhere else.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache, cached_property, partial
@@ -18,6 +19,8 @@ from tokenmill.grammar.backends import open_backend
 from tokenmill.messages import BoolArray, EngineFacts, Finish, Grammar, IntArray, Request, TokenMasks
 
 Words = tuple[tuple[int, np.int32], ...]
+
+NO_TOKEN = -1
 
 _FIRST_WORDS = 8
 _NO_FURTHER = "the grammar could not be followed any further"
@@ -32,10 +35,10 @@ class Guide:
         # How the request ends now, because its grammar leaves it no token to draw.
         self.finish: Finish | None = None
         self.has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
-        self.unread: int | None = None  # the token drawn last, while the matcher has not gone on by it
+        self.unread = NO_TOKEN  # the token drawn last, while the matcher has not gone on by it
         # Ends that the sampler holds back until so many tokens are out.
-        self._min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
-        self._num_accepted = 0
+        self.min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
+        self.num_accepted = 0
 
     @cached_property
     def matcher(self) -> Matcher:
@@ -45,28 +48,21 @@ class Guide:
     def accept(self, token: int) -> Finish | None:
         """Go on by a token drawn under this guide's mask; returns `finish`."""
         self.note(token)
-        if self.unread is not None:
-            self.read(self.matcher.accept(token))
+        if self.unread != NO_TOKEN:
+            _note_read([self], [self.matcher.accept(token)])
         return self.finish
 
     def note(self, token: int) -> None:
         """As `accept`, but the matcher goes on with the next mask: the host has no time before."""
-        self._num_accepted += 1
+        self.num_accepted += 1
         if self.has_ended or (token in self.end_ids and self.matcher.is_accepting):
             self.has_ended = True
         else:
             self.unread = token
 
-    def read(self, is_allowed: bool) -> None:
-        """The matcher went on by the noted token, or could not."""
-        token, self.unread = self.unread, None
-        if not is_allowed:
-            self.finish = self._break(f"token {token} was drawn, which it does not allow")
-
-    @property
-    def is_too_short(self) -> bool:
-        """Whether the output must not end yet, complete or not."""
-        return self._num_accepted < self._min_new_tokens
+    def refuse(self) -> None:
+        """Set `finish`: the matcher could not go on by the noted token."""
+        self.finish = self._break(f"token {self.unread} was drawn, which it does not allow")
 
     def look(self) -> None:
         """Set `finish` if computing the mask broke the matcher."""
@@ -91,19 +87,19 @@ class Guide:
         if not is_complete and for_ends:
             return Finish(
                 "abort",
-                message=f"after {self._num_accepted} tokens the grammar needs an id of stop_token_ids, and "
+                message=f"after {self.num_accepted} tokens the grammar needs an id of stop_token_ids, and "
                 "those end outputs, which are not complete there; leave it out of stop_token_ids",
                 status_code=400,
                 error_type="bad_parameters",
             )
         if not is_complete:
             return _broken("no token of the vocabulary can follow")
-        if not self.is_too_short:
+        if self.num_accepted >= self.min_new_tokens:
             return Finish("stop")  # the model has no end of text
         return Finish(
             "abort",
-            message=f"min_new_tokens is {self._min_new_tokens}, but the grammar ends the output after "
-            f"{self._num_accepted} tokens; lower min_new_tokens",
+            message=f"min_new_tokens is {self.min_new_tokens}, but the grammar ends the output after "
+            f"{self.num_accepted} tokens; lower min_new_tokens",
             status_code=400,
             error_type="bad_parameters",
         )
@@ -158,17 +154,16 @@ class Grammars:
         """
         backend = self._compiler.backend()
         if self._bits.shape[0] < len(guided) or self._bits.shape[1] != backend.num_words:
-            self._bits = np.zeros((2 * len(guided), backend.num_words), dtype=np.int32)
+            self._bits = _own_pages(2 * len(guided), backend.num_words)
         bits = self._bits[: len(guided)]
         guides = [guide for _, guide in guided]
         matchers = [guide.matcher for guide in guides]
-        behind = [guide for guide in guides if guide.unread is not None]
-        tokens = [guide.unread for guide in behind if guide.unread is not None]
+        behind = [guide for guide in guides if guide.unread != NO_TOKEN]
+        tokens = [guide.unread for guide in behind]
         # One right after the other, so that the library's threads do not fall asleep in between.
         allowed = backend.accept([guide.matcher for guide in behind], tokens)
         are_complete = backend.fill_masks(matchers, bits)
-        for guide, is_allowed in zip(behind, allowed, strict=True):
-            guide.read(is_allowed)
+        _note_read(behind, allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
         without_token = _empty_rows(bits)
@@ -190,7 +185,9 @@ class Grammars:
         """
         if ended := [row for row, guide in enumerate(guides) if guide.has_ended]:
             bits[ended], are_complete[ended] = 0, True
-        are_complete[[row for row, guide in enumerate(guides) if guide.is_too_short]] = False
+        too_short = [row for row, guide in enumerate(guides) if guide.num_accepted < guide.min_new_tokens]
+        if too_short:
+            are_complete[too_short] = False
         all_ends = {guide.end_ids for guide in guides}
         for end_ids in all_ends:
             rows: list[int] | slice = slice(None)
@@ -207,6 +204,19 @@ class Grammars:
     def close(self) -> None:
         """End the compiler's threads."""
         self._compiler.close()
+
+
+def _note_read(guides: Sequence[Guide], are_allowed: Sequence[bool]) -> None:
+    """The matchers of guides went on by the noted tokens, or could not."""
+    for guide, is_allowed in zip(guides, are_allowed, strict=True):
+        if not is_allowed:
+            guide.refuse()
+        guide.unread = NO_TOKEN
+
+
+def _own_pages(num_rows: int, num_words: int) -> IntArray:
+    """Zeros in memory pages that hold nothing else, so that a device can be told of them."""
+    return np.frombuffer(mmap.mmap(-1, 4 * num_rows * num_words), dtype=np.int32).reshape(num_rows, num_words)
 
 
 def _empty_rows(bits: IntArray) -> list[int]:

@@ -90,27 +90,31 @@ class LlguidanceTemplate:
         self._num_expected = 0
         self._num_matchers = 0
         self._guard = threading.Lock()
-        self._copying: threading.Thread | None = None
+        self._copying: list[threading.Thread] = []
 
     def expect(self) -> None:
-        """See `Template`. Copies are made in a thread, which needs no interpreter for most of its work."""
+        """See `Template`.
+
+        Each copy has a thread, which needs no interpreter for most of its work: one thread for all of them
+        would ask a busy one for it each time.
+        """
         with self._guard:
             self._num_expected += 1
-            if self._num_expected == _POPULAR and self._num_copies > 1:
-                thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
-                    thread.start()
-                    self._copying = thread
+            if self._num_expected == _POPULAR:
+                with contextlib.suppress(RuntimeError):  # no more threads can be had: fewer copies will do
+                    for _ in range(1, self._num_copies):
+                        thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
+                        thread.start()
+                        self._copying.append(thread)
 
     def _copy(self) -> None:
-        self._copies += [self._again() for _ in range(1, self._num_copies)]
+        self._copies.append(self._again())
 
     def new(self) -> LlguidanceMatcher:
         """See `Template`."""
         with self._guard:
-            if self._copying is not None:
-                self._copying.join()
-                self._copying = None
+            while self._copying:
+                self._copying.pop().join()
             self._num_matchers += 1
             copy = self._copies[self._num_matchers % len(self._copies)]
             return LlguidanceMatcher(copy.deep_copy(), id(copy))

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = tl.constexpr(4096)
+_WORDS = tl.constexpr(512)
 
 
 def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Tensor) -> torch.Tensor:
@@ -26,6 +27,16 @@ def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Te
     return logits_RV
 
 
+def apply_host_masks(logits_RV: torch.Tensor, place_3: torch.Tensor) -> torch.Tensor:
+    """See `sampling.masks.apply_host_masks`; the logits of a row must be contiguous."""
+    assert logits_RV.stride(1) == 1, "rows of logits are contiguous"
+    num_rows, vocab_size = logits_RV.shape
+    num_words = triton.cdiv(vocab_size, 32)
+    grid = (triton.cdiv(num_words, _WORDS.value), num_rows)
+    _host_mask_kernel[grid](logits_RV, logits_RV.stride(0), vocab_size, place_3, num_words, num_warps=4)
+    return logits_RV
+
+
 @triton.jit
 def _mask_kernel(logits, logits_stride, vocab_size, rows, bits, num_words):
     mask = tl.program_id(1).to(tl.int64)
@@ -36,3 +47,17 @@ def _mask_kernel(logits, logits_stride, vocab_size, rows, bits, num_words):
     forbidden = ((word >> (ids % 32)) & 1) == 0
     place = logits + row * logits_stride + ids
     tl.store(place, float("-inf"), mask=forbidden & (ids < vocab_size))
+
+
+@triton.jit
+def _host_mask_kernel(logits, logits_stride, vocab_size, place, num_words):
+    row = tl.program_id(1).to(tl.int64)
+    if row < tl.load(place + 2):
+        bits = tl.load(place).to(tl.pointer_type(tl.int32)) + row * tl.load(place + 1)
+        words = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
+        # Each word comes once over the bus, many at a time, and is spread out then.
+        word = tl.load(bits + words, mask=words < num_words, other=0)
+        places = tl.arange(0, 32)[None, :]
+        forbidden = ((word[:, None] >> places) & 1) == 0
+        ids = words[:, None] * 32 + places
+        tl.store(logits + row * logits_stride + ids, float("-inf"), mask=forbidden & (ids < vocab_size))

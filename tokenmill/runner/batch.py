@@ -96,6 +96,8 @@ class Rows:
             num_slots, dtype=np.int32
         )  # from here on, stop ids are allowed
         self._held_ids_S: list[tuple[int, ...]] = [()] * num_slots
+        # What the rows asked about last need; until others start, they are mostly asked about again.
+        self._known_needs: tuple[IntArray, SamplingNeeds] | None = None
 
     def update(self, plan: StepPlan) -> None:
         """Write the plan's row starts; its page-table entries on the host only."""
@@ -227,11 +229,13 @@ class Rows:
 
     def sampling_needs(self, slots: IntArray) -> SamplingNeeds:
         """What drawing a token for these rows takes, known without asking the device."""
-        random = self._is_random_S[slots]
-        plain = SamplingNeeds(
-            random=bool(random.any()), filters=bool((random & self._is_filtered_S[slots]).any())
-        )
-        return self.extras.needs(plain, slots)
+        if self._known_needs is None or not np.array_equal(self._known_needs[0], slots):
+            random = self._is_random_S[slots]
+            plain = SamplingNeeds(
+                random=bool(random.any()), filters=bool((random & self._is_filtered_S[slots]).any())
+            )
+            self._known_needs = slots.copy(), self.extras.needs(plain, slots)
+        return self._known_needs[1]
 
     def hides_stops(self, slots: IntArray, positions: IntArray) -> bool:
         """Whether some row must not stop yet at the token of its position (`min_new_tokens`)."""
@@ -277,6 +281,7 @@ class Rows:
         return self.to_device(ids)
 
     def _start_rows(self, starts: RowStarts) -> None:
+        self._known_needs = None
         self.extras.start(starts)
         slots = self.to_device(starts.slots.astype(np.int64))
         self.state.temperature_S[slots] = self.to_device(starts.temperatures)

@@ -1,11 +1,12 @@
 """Draws under masks as CUDA graphs: the second half of a late decode step, once the host knows its masks.
 
-Host and device take turns in such a step, so the host's part has to be short: one copy, one graph. The copy
-has a stream of its own, for it takes longer than the draw, and the forward pass need not end before it.
+Host and device take turns in such a step, so the host's part has to be short: one graph, which reads the
+masks where the host has written them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import numpy as np
@@ -16,7 +17,7 @@ from tokenmill.runner.batch import Rows
 from tokenmill.runner.drawing import Changes, Sampled, Unsampled, draw_tokens
 from tokenmill.runner.recorder import Graph, Recorder
 from tokenmill.sampling import SamplingNeeds
-from tokenmill.sampling.masks import apply_masks
+from tokenmill.sampling.masks import apply_host_masks
 
 _log = logging.getLogger("tokenmill")
 _EVERYTHING = -1  # 32 bits set
@@ -32,7 +33,7 @@ class MaskedDraws:
         self._recorder = recorder
         self._may_capture = True
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
-        self._masks: _DeviceMasks | None = None
+        self._place = _Place(rows.device)
         self._staged = torch.empty((0, self._num_words), dtype=torch.int32)  # pinned; grows
         self._masks_memory = _KnownMemory()
 
@@ -45,14 +46,8 @@ class MaskedDraws:
         graph = self._graph(made, self._rows.sampling_needs(slots))
         if graph is None:
             return None
-        if masks is not None and np.array_equal(masks.slots, slots):
-            source = self._masks_memory.tensor(masks.bits)
-        else:
-            source = self._staging(len(slots))
-            _fill(source.numpy(), slots, masks)
-        self._device_masks().write(source)
+        self._place.set(self._readable(slots, masks))
         graph.replay()
-        self._device_masks().were_read()
         return graph.made
 
     def expect(self, made: Unsampled, needs: SamplingNeeds) -> None:
@@ -60,7 +55,9 @@ class MaskedDraws:
         self._graph(made, needs)
 
     def close(self) -> None:
-        """Let go of the host's memory; all copies must be done."""
+        """Let go of the host's memory, once no draw reads it any more."""
+        with contextlib.suppress(RuntimeError):  # the device is lost, then, and reads nothing
+            torch.cuda.synchronize(self._rows.device)
         self._masks_memory.release()
 
     def _graph(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled] | None:
@@ -75,82 +72,79 @@ class MaskedDraws:
 
     def _capture(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled]:
         size = len(made.logits_QV)
-        changes = _Masks(self._device_masks().bits_SW[:size])
+        changes = _Masks(self._place.tensor_3)
         return self._recorder.record(
             lambda: draw_tokens(self._rows, made.logits_QV, made.slots_Q, made.columns, needs, changes),
             f"the draw of {size} rows, {needs}",
             may_run=False,  # on the rows of the step at hand; kernel by kernel it may, if this fails
         )
 
-    def _device_masks(self) -> _DeviceMasks:
-        if self._masks is None:
-            self._masks = _DeviceMasks(self._most_rows, self._num_words, self._rows.device)
-        return self._masks
+    def _readable(self, slots: IntArray, masks: TokenMasks | None) -> IntArray:
+        """The masks of these rows, in their order, in memory that the device can read."""
+        if masks is not None and np.array_equal(masks.slots, slots) and self._masks_memory.knows(masks.bits):
+            return masks.bits
+        staged = self._staging(len(slots))
+        _fill(staged, slots, masks)
+        return staged
 
-    def _staging(self, num_rows: int) -> torch.Tensor:
+    def _staging(self, num_rows: int) -> IntArray:
         """Pinned memory for the masks of so many rows. For all that there can be it would take 20 ms."""
         if len(self._staged) < num_rows:
             shape = (min(2 * num_rows, self._most_rows), self._num_words)
             self._staged = torch.empty(shape, dtype=torch.int32).pin_memory()
-        return self._staged[:num_rows]
+        staged: IntArray = self._staged[:num_rows].numpy()
+        return staged
 
 
 class _Masks(Changes):
-    """The masks in a buffer of the device, one for each row of the step."""
+    """The masks of the step's first rows, wherever they are when the graph runs."""
 
-    def __init__(self, bits_QW: torch.Tensor) -> None:
-        self._bits_QW = bits_QW
+    def __init__(self, place_3: torch.Tensor) -> None:
+        self._place_3 = place_3
 
     def mask(self, logits_QV: torch.Tensor) -> torch.Tensor:
         """See `Changes`."""
-        rows_Q = torch.arange(len(self._bits_QW), device=self._bits_QW.device)
-        return apply_masks(logits_QV, rows_Q, self._bits_QW)
+        return apply_host_masks(logits_QV, self._place_3)
 
 
-class _DeviceMasks:
-    """Where all graphs look for the masks of their rows. They are copied there on a stream of their own."""
+class _Place:
+    """Tells all graphs where the masks are, see `apply_host_masks`."""
 
-    def __init__(self, num_rows: int, num_words: int, device: torch.device) -> None:
-        self.bits_SW = torch.full((num_rows, num_words), _EVERYTHING, dtype=torch.int32, device=device)
-        self._usual_stream = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device)
-        self._written = torch.cuda.Event()
-        self._read = torch.cuda.Event()
-        self.were_read()
+    def __init__(self, device: torch.device) -> None:
+        self._known = (0, 0, 0)
+        self.tensor_3 = torch.tensor(self._known, dtype=torch.int64, device=device)
 
-    def write(self, bits_QW: torch.Tensor) -> None:
-        """Copy the masks of the first rows; what the usual stream does next finds them there."""
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._read)
-            self.bits_SW[: len(bits_QW)].copy_(bits_QW, non_blocking=True)
-            self._written.record(self._stream)
-        self._usual_stream.wait_event(self._written)
-
-    def were_read(self) -> None:
-        """They are not needed after all that the usual stream has been given so far."""
-        self._read.record(self._usual_stream)
+    def set(self, bits: IntArray) -> None:
+        """For the draws that are queued from now on; mostly they are where they were before."""
+        place = (bits.ctypes.data, bits.strides[0] // bits.itemsize, len(bits))
+        if place != self._known:
+            self.tensor_3.copy_(torch.tensor(place, dtype=torch.int64).pin_memory(), non_blocking=True)
+            self._known = place
 
 
 class _KnownMemory:
-    """The memory of an array that somebody else fills, made known to the device: no copy takes a detour."""
+    """The memory of an array that somebody else fills, made known to the device, which can read it then."""
 
     def __init__(self) -> None:
         self._array: IntArray | None = None
+        self._is_known = False
 
-    def tensor(self, bits: IntArray) -> torch.Tensor:
-        """The same memory as a tensor; the array that it is part of is kept alive."""
+    def knows(self, bits: IntArray) -> bool:
+        """Whether the device can read them; the array that they are part of is kept alive."""
         whole: IntArray = bits if bits.base is None else bits.base
         if whole is not self._array:
             self.release()
-            torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)
             self._array = whole
-        return torch.from_numpy(bits)
+            cudart = torch.cuda.cudart()
+            found = cudart.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)
+            self._is_known = found == cudart.cudaError.success
+        return self._is_known
 
     def release(self) -> None:
         """Forget the array."""
-        if self._array is not None:
+        if self._array is not None and self._is_known:
             torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
-            self._array = None
+        self._array, self._is_known = None, False
 
 
 def _fill(out: IntArray, slots: IntArray, masks: TokenMasks | None) -> None:

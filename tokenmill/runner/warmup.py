@@ -28,7 +28,7 @@ from tokenmill.runner.hardware import Placement
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
-from tokenmill.sampling.masks import apply_masks
+from tokenmill.sampling.masks import apply_host_masks, apply_masks
 
 _log = logging.getLogger("tokenmill")
 
@@ -179,6 +179,7 @@ class Scout:
         num_words = -(-logits_RV.shape[1] // 32)
         bits_MW = torch.full((1, num_words), -1, dtype=torch.int32, device=logits_RV.device)
         apply_masks(logits_RV, torch.zeros(1, dtype=torch.int64, device=logits_RV.device), bits_MW)
+        apply_host_masks(logits_RV, torch.zeros(3, dtype=torch.int64, device=logits_RV.device))
 
     def _forget_tokens(self) -> None:
         """Where the kernel that draws was skipped, its "tokens" are no ids of the vocabulary."""

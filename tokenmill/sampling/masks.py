@@ -21,6 +21,18 @@ def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Te
     return apply_masks_torch(logits_RV, rows_M, bits_MW)
 
 
+def apply_host_masks(logits_RV: torch.Tensor, place_3: torch.Tensor) -> torch.Tensor:
+    """As `apply_masks` for the first rows, with masks that stay in the memory of the host. On CUDA only.
+
+    `place_3` (int64, on the device of the logits) says where: the address of the first row's words, which
+    the device must be able to read, the words from one row to the next, and the number of rows. It is read
+    when the kernel runs, so a captured one follows it.
+    """
+    from tokenmill.kernels import triton_masks
+
+    return triton_masks.apply_host_masks(logits_RV, place_3)
+
+
 def apply_masks_torch(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Tensor) -> torch.Tensor:
     """The reference of `apply_masks`, on any device."""
     vocab_size = logits_RV.shape[1]
