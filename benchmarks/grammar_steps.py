@@ -24,7 +24,7 @@ import tokenmill
 import workloads
 from tokenmill.core.grammars import Grammars
 from tokenmill.core.scheduler import Scheduler
-from tokenmill.grammar.llguidance_backend import LlguidanceBackend
+from tokenmill.grammar.llguidance_backend import LlguidanceBatch
 from tokenmill.runner.runner import LocalRunner
 
 # The last one is a part of the one before it.
@@ -35,7 +35,7 @@ PARTS: list[tuple[type, str]] = [
     (Scheduler, "take_in"),
     (LocalRunner, "sample"),
     (Grammars, "masks"),
-    (LlguidanceBackend, "fill_masks"),
+    (LlguidanceBatch, "fill_masks"),
 ]
 
 

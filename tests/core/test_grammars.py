@@ -60,6 +60,19 @@ class FakeTemplate:
         return self.matcher
 
 
+class FakeBatch:
+    def __init__(self, matchers: Any) -> None:
+        self._matchers = matchers
+
+    def accept(self, tokens: Any) -> list[bool]:
+        return [matcher.accept(token) for matcher, token in zip(self._matchers, tokens, strict=True)]
+
+    def fill_masks(self, out: Any) -> Any:
+        for matcher, row in zip(self._matchers, out, strict=True):
+            matcher.fill_mask(row)
+        return np.array([matcher.is_accepting for matcher in self._matchers])
+
+
 class FakeCompiler:
     """A backend and its compiler in one; the test decides when a grammar is there."""
 
@@ -74,13 +87,8 @@ class FakeCompiler:
     def backend(self) -> FakeCompiler:
         return self
 
-    def accept(self, matchers: Any, tokens: Any) -> list[bool]:
-        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
-
-    def fill_masks(self, matchers: Any, out: Any) -> Any:
-        for matcher, row in zip(matchers, out, strict=True):
-            matcher.fill_mask(row)
-        return np.array([matcher.is_accepting for matcher in matchers])
+    def batch(self, matchers: Any) -> FakeBatch:
+        return FakeBatch(matchers)
 
 
 def guided(make_request: Make, **changes: Any) -> Any:

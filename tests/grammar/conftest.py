@@ -44,7 +44,7 @@ def draw(
     masks = np.zeros((1, library.num_words), dtype=np.int32)
     ids: list[int] = []
     for _ in range(most):
-        library.fill_masks([matcher], masks)
+        library.batch([matcher]).fill_masks(masks)
         assert not matcher.error
         tokens = [token for token in allowed(masks[0]) if token != tokenizer().eos_token_id]
         if matcher.is_accepting and (not tokens or random.random() < end):

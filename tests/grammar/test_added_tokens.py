@@ -106,7 +106,7 @@ def draws(backend: tuple[Backend, Tokenizer]) -> Draws:
             masks: Any = np.zeros((1, library.num_words), dtype=np.int32)
             outputs.append([])
             while True:
-                is_complete = library.fill_masks([matcher], masks)[0]
+                is_complete = library.batch([matcher]).fill_masks(masks)[0]
                 assert not matcher.error
                 tokens = [token for token in allowed(masks[0]) if token != 257]
                 if not tokens:
@@ -154,9 +154,9 @@ def test_a_tag_can_be_opened_and_closed_by_added_tokens(backend: tuple[Backend, 
     masks: Any = np.zeros((1, library.num_words), dtype=np.int32)
     begin, end = (tokenizer.token_to_id(name) for name in PLAIN[:2])
     for token in (*b"Hi ", begin, *b"12", end, *b" there", begin):
-        library.fill_masks([matcher], masks)
+        library.batch([matcher]).fill_masks(masks)
         assert token in allowed(masks[0])
         assert matcher.accept(token)
-    library.fill_masks([matcher], masks)
+    library.batch([matcher]).fill_masks(masks)
     assert ord("7") in allowed(masks[0])
     assert end not in allowed(masks[0])

@@ -171,7 +171,7 @@ def test_a_mask_is_all_tokens_that_keep_the_output_possible(name: str) -> None:
     for seed in range(6):
         random, matcher, output = np.random.default_rng(seed), template.new(), ""
         while output not in options:
-            library.fill_masks([matcher], masks)
+            library.batch([matcher]).fill_masks(masks)
             found = allowed(masks[0])
             assert found == [
                 token
@@ -214,7 +214,7 @@ def test_a_begun_tag_must_be_finished(name: str) -> None:
         assert matcher.accept(token)
     assert not matcher.is_accepting
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    library.fill_masks([matcher], masks)
+    library.batch([matcher]).fill_masks(masks)
     begins = {tokenizer().decode([token]).strip()[:1] for token in allowed(masks[0])}
     assert begins <= {"t", "f", ""}
 
@@ -303,7 +303,7 @@ def test_special_and_missing_tokens_are_never_allowed(name: str) -> None:
     matcher = library.compile(Grammar("json_schema", '{"type":"string"}')).new()
     assert matcher.accept(tokenizer().encode('"')[0])
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    library.fill_masks([matcher], masks)
+    library.batch([matcher]).fill_masks(masks)
     tokens = set(allowed(masks[0]))
     special = set(tokenizer().all_special_ids)
     assert len(tokens) > 1000
@@ -321,11 +321,11 @@ def test_many_masks_at_once_are_those_of_each(name: str) -> None:
     together = np.zeros((20, library.num_words), dtype=np.int32)
     random = np.random.default_rng(3)
     for _ in range(4):
-        are_accepting = library.fill_masks(matchers, together)
+        are_accepting = library.batch(matchers).fill_masks(together)
         assert are_accepting.tolist() == [matcher.is_accepting for matcher in matchers]
         for matcher, row in zip(matchers, together, strict=True):
             alone = np.zeros((1, library.num_words), dtype=np.int32)
-            library.fill_masks([matcher], alone)
+            library.batch([matcher]).fill_masks(alone)
             assert (alone[0] == row).all()
         going = [
             (matcher, tokens)
@@ -333,7 +333,7 @@ def test_many_masks_at_once_are_those_of_each(name: str) -> None:
             if (tokens := allowed(row))
         ]
         drawn = [int(random.choice(tokens)) for _, tokens in going]
-        assert library.accept([matcher for matcher, _ in going], drawn) == [True] * len(going)
+        assert library.batch([matcher for matcher, _ in going]).accept(drawn) == [True] * len(going)
     assert not all(are_accepting)
     assert any(are_accepting)
 
@@ -352,7 +352,7 @@ def test_of_many_tokens_those_that_do_not_follow_are_told(name: str) -> None:
     matchers = many(template, 50)
     tokens = [tokenizer().encode("b" if index % 7 == 3 else "a")[0] for index in range(50)]
     tokens[20] = tokenizer().encode("c")[0]
-    assert library.accept(matchers, tokens) == [index != 20 for index in range(50)]
+    assert library.batch(matchers).accept(tokens) == [index != 20 for index in range(50)]
     assert all(matcher.accept(tokens[0]) for index, matcher in enumerate(matchers) if index != 20)
 
 
@@ -366,7 +366,7 @@ def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pyte
     monkeypatch.setattr(threading.Thread, "start", fail)
     matchers = many(template, 20)
     assert len({matcher.lock for matcher in matchers}) == 1  # type: ignore[attr-defined]
-    assert library.fill_masks(matchers, np.zeros((20, library.num_words), dtype=np.int32)).sum() == 0
+    assert library.batch(matchers).fill_masks(np.zeros((20, library.num_words), dtype=np.int32)).sum() == 0
 
 
 def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,16 +383,16 @@ def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPat
         plain.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}')).new() for _ in matchers
     ]
     for _ in range(12):
-        are_accepting = library.fill_masks(matchers, together)
+        are_accepting = library.batch(matchers).fill_masks(together)
         going, drawn = [], []
         for matcher, follower, row, end in zip(matchers, followers, together, are_accepting, strict=True):
-            assert plain.fill_masks([follower], alone) == [end]
+            assert plain.batch([follower]).fill_masks(alone) == [end]
             assert (alone[0] == row).all()
             if tokens := allowed(row):  # else the object is complete
                 going.append(matcher)
                 drawn.append(int(random.choice(tokens)))
                 assert follower.accept(drawn[-1])
-        assert library.accept(going, drawn) == [True] * len(going)
+        assert library.batch(going).accept(drawn) == [True] * len(going)
 
 
 @each_backend
@@ -422,7 +422,7 @@ def test_white_space(name: str, drawn: Drawn) -> None:
     for token in tokenizer().encode("[true,"):
         assert matcher.accept(token)
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    tight.fill_masks([matcher], masks)
+    tight.batch([matcher]).fill_masks(masks)
     assert not any(tokenizer().decode([token]).startswith((" ", "\n")) for token in allowed(masks[0]))
     assert not any(re.search(r"\s{65}", text) for text in drawn(name, "json_schema", schema))
 
@@ -549,7 +549,7 @@ def test_hostile_grammars_cost_llguidance_little(kind: GrammarKind, text: str) -
     except BadGrammar:
         return
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    library.fill_masks([matcher], masks)
+    library.batch([matcher]).fill_masks(masks)
     assert matcher.error or allowed(masks[0])
 
 
@@ -579,7 +579,7 @@ def test_strings_of_limited_length_have_no_control_characters(name: str) -> None
     matcher = library.compile(Grammar("json_schema", '{"type":"string","maxLength":5}')).new()
     assert matcher.accept(tokenizer().encode('"')[0])
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    library.fill_masks([matcher], masks)
+    library.batch([matcher]).fill_masks(masks)
     texts = [tokenizer().decode([token]) for token in allowed(masks[0])]
     assert texts
     assert not any(re.search(r"[\x00-\x1f]", text) for text in texts)
@@ -593,10 +593,10 @@ def test_a_matcher_whose_work_grows_without_bound_ends_alone() -> None:
     token = tokenizer().encode("aaaa")[0]
     masks = np.zeros((2, library.num_words), dtype=np.int32)
     for _ in range(400):
-        library.fill_masks([endless, plain], masks)
+        library.batch([endless, plain]).fill_masks(masks)
         if endless.error:
             break
-        library.accept([endless, plain], [token, token])
+        library.batch([endless, plain]).accept([token, token])
     assert "at most 0.3 s" in endless.error
     assert endless.is_too_complex
     assert not masks[0].any()

@@ -33,7 +33,7 @@ class SlowLibrary:
             raise RuntimeError("it broke")
         return f"template of {grammar.text}"
 
-    def fill_masks(self, matchers: Any, out: Any) -> None:
+    def batch(self, matchers: Any) -> Any:
         raise AssertionError
 
 

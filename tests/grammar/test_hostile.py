@@ -64,13 +64,13 @@ def test_bytes_that_no_character_has_are_never_allowed(name: str, schema: str, f
     matcher = library.compile(Grammar("json_schema", schema)).new()
     masks = np.zeros((2, library.num_words), dtype=np.int32)
     for token in (b'"', bytes([first])):
-        assert library.accept([matcher], [texts.index(token)]) == [True]
+        assert library.batch([matcher]).accept([texts.index(token)]) == [True]
     for rows in ([matcher], [matcher, matcher]):
-        library.fill_masks(rows, masks[: len(rows)])
+        library.batch(rows).fill_masks(masks[: len(rows)])
     after = {texts[token][0] for token in allowed(masks[0])}
     assert after == set(SECOND_BYTES[first]) & {text[0] for text in texts if text}
     matcher.rollback(1)
-    library.fill_masks([matcher], masks[:1])
+    library.batch([matcher]).fill_masks(masks[:1])
     assert texts.index(b"a") in allowed(masks[0])
 
 
@@ -78,9 +78,8 @@ def follows(name: str, kind: GrammarKind, grammar: str, text: str) -> bool:
     """Whether an output may begin so."""
     library = backend(name)
     matcher = library.compile(Grammar(kind, grammar)).new()
-    return all(
-        library.accept([matcher], [token])[0] for token in tokenizer().encode(text, add_special_tokens=False)
-    )
+    tokens = tokenizer().encode(text, add_special_tokens=False)
+    return all(library.batch([matcher]).accept([token])[0] for token in tokens)
 
 
 HAS_A = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'

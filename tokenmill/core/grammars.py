@@ -7,14 +7,14 @@ its output is complete, and nowhere else.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, cached_property, partial
 
 import numpy as np
 
 from tokenmill.config import EngineConfig
-from tokenmill.grammar import BadGrammar, Compiler, Matcher, Template
+from tokenmill.grammar import Backend, BadGrammar, Compiler, Matcher, Template
 from tokenmill.grammar.backends import open_backend
 from tokenmill.messages import BoolArray, EngineFacts, Finish, Grammar, IntArray, Request, TokenMasks
 
@@ -48,17 +48,24 @@ class Guide:
     def accept(self, token: int) -> Finish | None:
         """Go on by a token drawn under this guide's mask; returns `finish`."""
         self.note(token)
-        if self.unread != NO_TOKEN:
+        if self.is_behind():
             _note_read([self], [self.matcher.accept(token)])
         return self.finish
 
     def note(self, token: int) -> None:
         """As `accept`, but the matcher goes on with the next mask: the host has no time before."""
         self.num_accepted += 1
-        if self.has_ended or (token in self.end_ids and self.matcher.is_accepting):
+        self.unread = token
+
+    def is_behind(self) -> bool:
+        """Whether the matcher must go on by the noted token, which ends of text are no matter of."""
+        if self.unread == NO_TOKEN:
+            return False
+        if self.has_ended or (self.unread in self.end_ids and self.matcher.is_accepting):
             self.has_ended = True
-        else:
-            self.unread = token
+            self.unread = NO_TOKEN
+            return False
+        return True
 
     def refuse(self) -> None:
         """Set `finish`: the matcher could not go on by the noted token."""
@@ -109,6 +116,38 @@ def _broken(reason: str) -> Finish:
     return Finish("abort", message=f"{_NO_FURTHER}: {reason}", status_code=500, error_type="internal")
 
 
+class _Rows:
+    """The guides of rows that draw together, and what stays the same from step to step until others do."""
+
+    def __init__(self, guided: Sequence[tuple[int, Guide]], backend: Backend) -> None:
+        self.guided = guided
+        self.slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
+        self.guides = [guide for _, guide in guided]
+        self.num_words = backend.num_words
+        self.batch = backend.batch([guide.matcher for guide in self.guides])
+        # Rows by the ids that end them, those that must not end for a while, and those that have ended.
+        of_ends: dict[tuple[int, ...], list[int]] = {}
+        for row, guide in enumerate(self.guides):
+            of_ends.setdefault(guide.end_ids, []).append(row)
+        self.of_ends: Mapping[tuple[int, ...], list[int] | slice] = of_ends
+        if len(of_ends) == 1:
+            self.of_ends = dict.fromkeys(of_ends, slice(None))
+        self.held_back = [row for row, guide in enumerate(self.guides) if guide.min_new_tokens]
+        self.ended = [row for row, guide in enumerate(self.guides) if guide.has_ended]
+        self._backend = backend
+        self._end_ids = frozenset(token for end_ids in of_ends for token in end_ids)
+
+    def go_on(self) -> tuple[list[Guide], list[bool]]:
+        """Let the matchers go on by the tokens that were noted; returns whose did, and whether each could."""
+        tokens = [guide.unread for guide in self.guides]
+        if not (NO_TOKEN in tokens or self.ended) and self._end_ids.isdisjoint(tokens):
+            return self.guides, self.batch.accept(tokens)
+        behind = [guide for guide in self.guides if guide.is_behind()]
+        self.ended = [row for row, guide in enumerate(self.guides) if guide.has_ended]
+        batch = self._backend.batch([guide.matcher for guide in behind])
+        return behind, batch.accept([guide.unread for guide in behind])
+
+
 class Grammars:
     """Compiles grammars and fills masks for an engine. For the loop's thread only."""
 
@@ -118,6 +157,7 @@ class Grammars:
         self._eos_ids = facts.eos_token_ids
         self._words = cache(_words)
         self._bits: IntArray = np.zeros((0, 0), dtype=np.int32)  # masks of the step at hand
+        self._rows: _Rows | None = None  # of the step before, mostly those of the next one
 
     def compile(
         self,
@@ -152,53 +192,50 @@ class Grammars:
 
         The row of a guide with a `finish` then means nothing.
         """
-        backend = self._compiler.backend()
-        if self._bits.shape[0] < len(guided) or self._bits.shape[1] != backend.num_words:
-            self._bits = _own_pages(2 * len(guided), backend.num_words)
-        bits = self._bits[: len(guided)]
-        guides = [guide for _, guide in guided]
-        matchers = [guide.matcher for guide in guides]
-        behind = [guide for guide in guides if guide.unread != NO_TOKEN]
-        tokens = [guide.unread for guide in behind]
+        rows = self._rows
+        if rows is None or rows.guided != guided:
+            rows = self._rows = _Rows(guided, self._compiler.backend())
+        bits = self._room(len(guided), rows.num_words)
         # One right after the other, so that the library's threads do not fall asleep in between.
-        allowed = backend.accept([guide.matcher for guide in behind], tokens)
-        are_complete = backend.fill_masks(matchers, bits)
+        behind, allowed = rows.go_on()
+        are_complete = rows.batch.fill_masks(bits)
         _note_read(behind, allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
-        without_token = _empty_rows(bits)
+        guides, without_token = rows.guides, _empty_rows(bits)
         for row in without_token:
             guides[row].look()
-        self._set_ends(guides, bits, are_complete)
+        self._set_ends(rows, bits, are_complete)
         for row in _empty_rows(bits):
             guides[row].get_stuck(for_ends=row not in without_token)
-        slots: IntArray = np.array([slot for slot, _ in guided], dtype=np.int32)
         # The tokenizer may know more ids than the model.
-        return TokenMasks(slots, bits[:, : self._num_words])
+        return TokenMasks(rows.slots, bits[:, : self._num_words])
 
-    def _set_ends(self, guides: list[Guide], bits: IntArray, are_complete: BoolArray) -> None:
+    def _room(self, num_rows: int, num_words: int) -> IntArray:
+        if self._bits.shape[0] < num_rows or self._bits.shape[1] != num_words:
+            self._bits = _own_pages(2 * num_rows, num_words)
+        return self._bits[:num_rows]
+
+    def _set_ends(self, rows: _Rows, bits: IntArray, are_complete: BoolArray) -> None:
         """Complete the masks [guides, words]: ends are allowed where an output may end, and nowhere else.
 
         `are_complete` are the outputs that the grammar lets end; it is used up.
 
         The device waits for this in every step, so what can be done for all rows at once is.
         """
-        if ended := [row for row, guide in enumerate(guides) if guide.has_ended]:
-            bits[ended], are_complete[ended] = 0, True
-        too_short = [row for row, guide in enumerate(guides) if guide.num_accepted < guide.min_new_tokens]
-        if too_short:
-            are_complete[too_short] = False
-        all_ends = {guide.end_ids for guide in guides}
-        for end_ids in all_ends:
-            rows: list[int] | slice = slice(None)
-            if len(all_ends) > 1:
-                rows = [row for row, guide in enumerate(guides) if guide.end_ids == end_ids]
+        if rows.ended:
+            bits[rows.ended], are_complete[rows.ended] = 0, True
+        for row in rows.held_back:
+            if rows.guides[row].num_accepted < rows.guides[row].min_new_tokens:
+                are_complete[row] = False
+        for end_ids, of_these in rows.of_ends.items():
             for word, end_bits in self._words(end_ids):
-                column = bits[rows, word]
-                bits[rows, word] = np.where(are_complete[rows], column | end_bits, column & ~end_bits)
+                column = bits[of_these, word]
+                bits[of_these, word] = np.where(are_complete[of_these], column | end_bits, column & ~end_bits)
 
     def clear(self) -> None:
         """Forget what was compiled."""
+        self._rows = None
         self._compiler.clear()
 
     def close(self) -> None:

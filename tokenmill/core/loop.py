@@ -178,11 +178,11 @@ class Loop:
         steps = math.ceil(self._runner.preparation_seconds / self._step_clock.seconds)
         return min(depth + steps, _MOST_AHEAD)
 
-    def _draw_guided(self, guided: Sequence[tuple[int, RequestState]]) -> None:
+    def _draw_guided(self, guided: Sequence[tuple[int, Guide]]) -> None:
         """Draw the newest step under the grammars of these slots; ends requests that are left no token."""
-        guides = [(slot, state.guide) for slot, state in guided if state.guide is not None]
-        self._runner.sample(self._grammars.masks(guides))
-        self._send(self._scheduler.end_stuck(state for _, state in guided))
+        self._runner.sample(self._grammars.masks(guided))
+        if any([guide.finish is not None for _, guide in guided]):
+            self._send(self._scheduler.end_stuck())
 
     def _collect(self) -> None:
         """Take in the oldest step."""

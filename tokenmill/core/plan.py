@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill.core.grammars import Guide
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import RowPages
 from tokenmill.messages import BoolArray, IntArray, RowStarts, StepPlan
@@ -58,10 +59,10 @@ class Flight:
         )
 
     @property
-    def guided(self) -> list[tuple[int, RequestState]]:
-        """The slots whose draw a grammar guides, and whose they are."""
+    def guided(self) -> list[tuple[int, Guide]]:
+        """The slots whose draw a grammar guides, and their guides."""
         return [
-            (slot, state)
+            (slot, state.guide)
             for slot, state in zip(self.slots[self.samples].tolist(), self.states, strict=True)
             if state.guide is not None and state.finish is None
         ]

@@ -364,14 +364,16 @@ class Scheduler:
         self._queue.add(state)
         return []
 
-    def guided(self) -> list[tuple[int, RequestState]]:
-        """The slots of the newest plan whose draw a grammar guides, and whose they are."""
+    def guided(self) -> list[tuple[int, Guide]]:
+        """The slots of the newest plan whose draw a grammar guides, and their guides."""
         return self._flights[-1].guided
 
-    def end_stuck(self, states: Iterable[RequestState]) -> list[Output]:
-        """End those requests whose grammar left them no token to draw."""
+    def end_stuck(self) -> list[Output]:
+        """End the requests of the newest plan whose grammar left them no token to draw."""
         return [
-            self._end(state, state.guide.finish) for state in states if state.guide and state.guide.finish
+            self._end(state, state.guide.finish)
+            for state in self._flights[-1].states
+            if state.finish is None and state.guide is not None and state.guide.finish is not None
         ]
 
     # ── results in ────────────────────────────────────────────────────────────────────────────

@@ -51,6 +51,22 @@ class Template(Protocol):
         ...
 
 
+class Batch(Protocol):
+    """Matchers that stay together for some steps; each may still be used alone between these."""
+
+    def accept(self, tokens: Sequence[int]) -> list[bool]:
+        """`Matcher.accept` of all, one token for each."""
+        ...
+
+    def fill_masks(self, out: IntArray) -> BoolArray:
+        """All masks, side by side: int32 [matchers, num_words].
+
+        Bit i of word w is set if token 32 * w + i is allowed. Returns which matchers are accepting.
+        A matcher that fails has an `error` then, and an empty mask.
+        """
+        ...
+
+
 class Backend(Protocol):
     """A grammar library with one model's vocabulary. `compile` may be called from several threads at once."""
 
@@ -60,14 +76,6 @@ class Backend(Protocol):
         """Raises `BadGrammar` for what it cannot follow."""
         ...
 
-    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
-        """`Matcher.accept` of matchers that this backend made, one token for each."""
-        ...
-
-    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
-        """The masks of matchers that this backend made, side by side: int32 [matchers, num_words].
-
-        Bit i of word w is set if token 32 * w + i is allowed. Returns which matchers are accepting.
-        A matcher that fails has an `error` then, and an empty mask.
-        """
+    def batch(self, matchers: Sequence[Matcher]) -> Batch:
+        """Matchers that this backend made, to be followed together."""
         ...

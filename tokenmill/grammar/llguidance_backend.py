@@ -120,6 +120,43 @@ class LlguidanceTemplate:
             return LlguidanceMatcher(copy.deep_copy(), id(copy))
 
 
+class LlguidanceBatch:
+    """See `Batch`. What the library wants to be handed in each step is made once."""
+
+    def __init__(self, matchers: Sequence[Any], backend: LlguidanceBackend) -> None:
+        self._backend = backend
+        self._inner = [matcher.inner for matcher in matchers]
+        self._rows = list(zip(self._inner, range(len(matchers)), strict=True))
+        # Whether threads would get through many matchers without waiting for each other.
+        num_locks = len({matcher.lock for matcher in matchers})
+        self._work_side_by_side = len(matchers) >= _MANY_MASKS and num_locks >= _MANY_LOCKS
+
+    def accept(self, tokens: Sequence[int]) -> list[bool]:
+        """See `Batch`."""
+        drawn = zip(self._inner, tokens, strict=True)
+        if not self._work_side_by_side:
+            return [bool(inner.consume_token(token)) for inner, token in drawn]
+        return self._backend.threads.consume_token_par(list(drawn))
+
+    def fill_masks(self, out: IntArray) -> BoolArray:
+        """See `Batch`."""
+        backend, began = self._backend, time.perf_counter()
+        if backend.mask_seconds > _SLOW_SECONDS or self._work_side_by_side:
+            num_bytes = 4 * backend.num_words
+            backend.threads.unsafe_compute_mask_ptr(self._rows, out.ctypes.data, num_bytes, len(self._rows))
+        else:
+            address, num_bytes = out.ctypes.data, out.strides[0]
+            for inner in self._inner:  # NumPy's own way to the address of a row takes longer than some masks
+                inner.unsafe_compute_mask_ptr(address, num_bytes)
+                address += num_bytes
+        backend.mask_seconds = (time.perf_counter() - began) / max(1, len(self._inner))
+        # The library allows its end of text, and nothing else, to a matcher that has failed, too.
+        ends, end_bit = out.view(np.uint32)[:, backend.end_id // 32], np.uint32(1 << backend.end_id % 32)
+        are_accepting: BoolArray = ends & end_bit != 0
+        ends &= ~end_bit
+        return are_accepting
+
+
 class LlguidanceBackend:
     """See `Backend`."""
 
@@ -128,12 +165,12 @@ class LlguidanceBackend:
         num_tokens = max(vocab_size, vocabulary.num_tokens)
         self.num_words = -(-num_tokens // 32)
         # Ends of text are set by whoever uses the masks; the library wants to know one all the same.
-        self._end_id = vocabulary.end_id
+        self.end_id = vocabulary.end_id
         document = rename_added_tokens(vocabulary.document)
-        self._tokenizer = LLTokenizer(document, n_vocab=num_tokens, eos_token=self._end_id)
+        self._tokenizer = LLTokenizer(document, n_vocab=num_tokens, eos_token=self.end_id)
         self._num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self._threads = LLExecutor(self._num_threads)
-        self._mask_seconds = 0.0  # that one took last time
+        self.threads = LLExecutor(self._num_threads)
+        self.mask_seconds = 0.0  # that one took last time
         self._json_options = _json_options(config)
 
     def compile(self, grammar: Grammar) -> LlguidanceTemplate:
@@ -158,30 +195,9 @@ class LlguidanceBackend:
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ITEMS_IN_ROW)
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 
-    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
+    def batch(self, matchers: Sequence[Matcher]) -> LlguidanceBatch:
         """See `Backend`."""
-        if not _work_side_by_side(matchers):
-            return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
-        inner = [matcher.inner for matcher in matchers]  # type: ignore[attr-defined]
-        return self._threads.consume_token_par(list(zip(inner, tokens, strict=True)))
-
-    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
-        """See `Backend`."""
-        began = time.perf_counter()
-        if self._mask_seconds > _SLOW_SECONDS or _work_side_by_side(matchers):
-            rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
-            self._threads.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * self.num_words, len(rows))
-        else:
-            address, num_bytes = out.ctypes.data, out.strides[0]
-            for matcher in matchers:  # NumPy's own way to the address of a row takes longer than some masks
-                matcher.inner.unsafe_compute_mask_ptr(address, num_bytes)  # type: ignore[attr-defined]
-                address += num_bytes
-        self._mask_seconds = (time.perf_counter() - began) / max(1, len(matchers))
-        # The library allows its end of text, and nothing else, to a matcher that has failed, too.
-        ends, end_bit = out.view(np.uint32)[:, self._end_id // 32], np.uint32(1 << self._end_id % 32)
-        are_accepting: BoolArray = ends & end_bit != 0
-        ends &= ~end_bit
-        return are_accepting
+        return LlguidanceBatch(matchers, self)
 
     def _source(self, grammar: Grammar) -> str:
         match grammar.kind:
@@ -218,13 +234,6 @@ class LlguidanceBackend:
             rules.append(f"head{index}[lazy]: TEXT {_quoted(tag.trigger)}")
             rules.append(f"tag{index}: head{index} {_quoted(rest)} %json {schema} {_quoted(tag.end)}")
         return str(LLMatcher.grammar_from_lark("\n".join(rules)))
-
-
-def _work_side_by_side(matchers: Sequence[Matcher]) -> bool:
-    """Whether threads would get through many matchers without waiting for each other."""
-    if len(matchers) < _MANY_MASKS:
-        return False
-    return len({matcher.lock for matcher in matchers}) >= _MANY_LOCKS  # type: ignore[attr-defined]
 
 
 def _json_options(config: EngineConfig) -> JsonCompileOptions:

@@ -145,6 +145,48 @@ class XgrammarTemplate:
         return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._known)
 
 
+class _Shared:
+    """What the batches of a backend share."""
+
+    def __init__(self) -> None:
+        self.filler = xgrammar.BatchGrammarMatcher()
+        self.was_slow = False
+
+
+class XgrammarBatch:
+    """See `Batch`."""
+
+    def __init__(self, matchers: Sequence[Any], shared: _Shared) -> None:
+        self._matchers = matchers
+        self._shared = shared
+
+    def accept(self, tokens: Sequence[int]) -> list[bool]:
+        """See `Batch`."""
+        return [matcher.accept(token) for matcher, token in zip(self._matchers, tokens, strict=True)]
+
+    def fill_masks(self, out: IntArray) -> BoolArray:
+        """See `Batch`."""
+        began = time.perf_counter()
+        # Which matcher fails or takes long, the library does not say.
+        if len(self._matchers) < _FEW or self._shared.was_slow or not self._fill_together(out):
+            for matcher, row in zip(self._matchers, out, strict=True):
+                matcher.fill_mask(row)
+        self._shared.was_slow = time.perf_counter() - began > _MOST_SECONDS
+        return np.array([matcher.is_accepting for matcher in self._matchers], dtype=np.bool_)
+
+    def _fill_together(self, out: IntArray) -> bool:
+        """False if one of them failed."""
+        if any(matcher.error for matcher in self._matchers):
+            return False
+        inner = [matcher.inner for matcher in self._matchers]
+        try:
+            self._shared.filler.batch_fill_next_token_bitmask(inner, out)
+        except RuntimeError:
+            return False
+        out &= np.stack([matcher.known for matcher in self._matchers])
+        return True
+
+
 class XgrammarBackend:
     """See `Backend`."""
 
@@ -159,8 +201,7 @@ class XgrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary, max_threads=_COMPILE_THREADS, cache_limit_bytes=_CACHE_BYTES
         )
-        self._batch = xgrammar.BatchGrammarMatcher()
-        self._was_slow = False
+        self._shared = _Shared()
         texts: list[bytes] = vocabulary.decoded_vocab
         self._texts = KnownTokens.of(texts, _text_tokens(tokenizer, self.num_words))
         # JSON has no place for control characters other than line ends, yet the library allows them in
@@ -183,31 +224,9 @@ class XgrammarBackend:
             raise BadGrammar(matcher.error or "no output can follow it")
         return template
 
-    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
+    def batch(self, matchers: Sequence[Matcher]) -> XgrammarBatch:
         """See `Backend`."""
-        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
-
-    def fill_masks(self, matchers: Sequence[Matcher], out: IntArray) -> BoolArray:
-        """See `Backend`."""
-        began = time.perf_counter()
-        # Which matcher fails or takes long, the library does not say.
-        if len(matchers) < _FEW or self._was_slow or not self._fill_together(matchers, out):
-            for matcher, row in zip(matchers, out, strict=True):
-                matcher.fill_mask(row)  # type: ignore[attr-defined]
-        self._was_slow = time.perf_counter() - began > _MOST_SECONDS
-        return np.array([matcher.is_accepting for matcher in matchers], dtype=np.bool_)
-
-    def _fill_together(self, matchers: Sequence[Matcher], out: IntArray) -> bool:
-        """False if one of them failed."""
-        if any(matcher.error for matcher in matchers):
-            return False
-        inner = [matcher.inner for matcher in matchers]  # type: ignore[attr-defined]
-        try:
-            self._batch.batch_fill_next_token_bitmask(inner, out)
-        except RuntimeError:
-            return False
-        out &= np.stack([matcher.known for matcher in matchers])  # type: ignore[attr-defined]
-        return True
+        return XgrammarBatch(matchers, self._shared)
 
     def _compiled(self, grammar: Grammar) -> Any:
         match grammar.kind:
