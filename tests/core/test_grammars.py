@@ -52,7 +52,7 @@ class FakeTemplate:
         self.matcher = matcher
         self.num_made = 0
 
-    def expect(self) -> None:
+    def expect(self, num_outputs: int) -> None:
         pass
 
     def new(self) -> Any:

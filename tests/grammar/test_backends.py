@@ -340,8 +340,7 @@ def test_many_masks_at_once_are_those_of_each(name: str) -> None:
 
 def many(template: Template, count: int) -> list[Matcher]:
     """Matchers of as many outputs as an engine expects before it asks for the first."""
-    for _ in range(count):
-        template.expect()
+    template.expect(count)
     return [template.new() for _ in range(count)]
 
 

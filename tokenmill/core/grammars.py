@@ -176,13 +176,13 @@ class Grammars:
             except BadGrammar as error:
                 done([(request.id, _refusal(grammar, error)) for request in requests])
             else:
+                template.expect(len(requests))
                 done([(request.id, self._guide(template, request)) for request in requests])
 
         self._compiler.compile(grammar).add_done_callback(tell)
 
     def _guide(self, template: Template, request: Request) -> Guide | Finish:
         """The guide of a request, behind the tokens that it has; its end if they break the grammar."""
-        template.expect()
         guide = Guide(template, request, end_ids=request.stop_ids or self._eos_ids)
         failures = map(guide.accept, request.output_ids)
         return next(filter(None, failures), guide)

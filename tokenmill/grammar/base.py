@@ -42,8 +42,8 @@ class Matcher(Protocol):
 class Template(Protocol):
     """A compiled grammar."""
 
-    def expect(self) -> None:
-        """One more output will follow it soon."""
+    def expect(self, num_outputs: int) -> None:
+        """So many more outputs will follow it soon."""
         ...
 
     def new(self) -> Matcher:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,31 +91,33 @@ class LlguidanceTemplate:
         self._num_expected = 0
         self._num_matchers = 0
         self._guard = threading.Lock()
-        self._copying: list[threading.Thread] = []
+        self._copying: threading.Thread | None = None
 
-    def expect(self) -> None:
-        """See `Template`.
-
-        Each copy has a thread, which needs no interpreter for most of its work: one thread for all of them
-        would ask a busy one for it each time.
-        """
+    def expect(self, num_outputs: int) -> None:
+        """See `Template`. Whoever calls this need not wait for the copies."""
         with self._guard:
-            self._num_expected += 1
-            if self._num_expected == _POPULAR:
-                with contextlib.suppress(RuntimeError):  # no more threads can be had: fewer copies will do
-                    for _ in range(1, self._num_copies):
-                        thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
-                        thread.start()
-                        self._copying.append(thread)
+            was_popular = self._num_expected >= _POPULAR
+            self._num_expected += num_outputs
+            if self._num_expected >= _POPULAR and not was_popular and self._num_copies > 1:
+                thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
+                    thread.start()
+                    self._copying = thread
 
     def _copy(self) -> None:
-        self._copies.append(self._again())
+        """Each copy in a thread, which needs no interpreter for most of its work.
+
+        One thread for all of them would have to ask a busy interpreter for it each time.
+        """
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(self._num_copies - 1) as threads:
+            self._copies += threads.map(lambda _: self._again(), range(1, self._num_copies))
 
     def new(self) -> LlguidanceMatcher:
         """See `Template`."""
         with self._guard:
-            while self._copying:
-                self._copying.pop().join()
+            if self._copying is not None:
+                self._copying.join()
+                self._copying = None
             self._num_matchers += 1
             copy = self._copies[self._num_matchers % len(self._copies)]
             return LlguidanceMatcher(copy.deep_copy(), id(copy))

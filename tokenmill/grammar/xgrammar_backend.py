@@ -137,7 +137,7 @@ class XgrammarTemplate:
         self._compiled = compiled
         self._known = known
 
-    def expect(self) -> None:
+    def expect(self, num_outputs: int) -> None:
         """See `Template`."""
 
     def new(self) -> XgrammarMatcher:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = tl.constexpr(4096)
-_WORDS = tl.constexpr(512)
+_WORDS = tl.constexpr(256)
 
 
 def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def apply_host_masks(logits_RV: torch.Tensor, place_3: torch.Tensor) -> torch.Te
     num_rows, vocab_size = logits_RV.shape
     num_words = triton.cdiv(vocab_size, 32)
     grid = (triton.cdiv(num_words, _WORDS.value), num_rows)
-    _host_mask_kernel[grid](logits_RV, logits_RV.stride(0), vocab_size, place_3, num_words, num_warps=4)
+    _host_mask_kernel[grid](logits_RV, logits_RV.stride(0), vocab_size, place_3, num_words, num_warps=8)
     return logits_RV
 
 
@@ -44,9 +44,7 @@ def _mask_kernel(logits, logits_stride, vocab_size, rows, bits, num_words):
     row = tl.load(rows + mask).to(tl.int64)
     words = ids // 32
     word = tl.load(bits + mask * num_words + words, mask=words < num_words, other=0)
-    forbidden = ((word >> (ids % 32)) & 1) == 0
-    place = logits + row * logits_stride + ids
-    tl.store(place, float("-inf"), mask=forbidden & (ids < vocab_size))
+    _forbid(logits + row * logits_stride, ids, vocab_size, ((word >> (ids % 32)) & 1) == 0)
 
 
 @triton.jit
@@ -58,6 +56,13 @@ def _host_mask_kernel(logits, logits_stride, vocab_size, place, num_words):
         # Each word comes once over the bus, many at a time, and is spread out then.
         word = tl.load(bits + words, mask=words < num_words, other=0)
         places = tl.arange(0, 32)[None, :]
-        forbidden = ((word[:, None] >> places) & 1) == 0
         ids = words[:, None] * 32 + places
-        tl.store(logits + row * logits_stride + ids, float("-inf"), mask=forbidden & (ids < vocab_size))
+        _forbid(logits + row * logits_stride, ids, vocab_size, ((word[:, None] >> places) & 1) == 0)
+
+
+@triton.jit
+def _forbid(logits, ids, vocab_size, forbidden):
+    is_token = ids < vocab_size
+    kept = tl.load(logits + ids, mask=is_token).to(tl.float32)
+    # All are written, for gaps between them would cost several times as much.
+    tl.store(logits + ids, tl.where(forbidden, float("-inf"), kept), mask=is_token)
