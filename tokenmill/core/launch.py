@@ -157,8 +157,10 @@ class CoreThread:
         finally:
             watchdog.close()
             self._fail_calls()
-            mill.close()
-            self._left.set()
+            try:
+                mill.close()
+            finally:
+                self._left.set()
 
     def _end(self, error: BaseException) -> None:
         with self._state:

@@ -92,9 +92,9 @@ class Rows:
         # Host side: what decides which kernels a step needs.
         self._is_random_S = np.zeros(num_slots, dtype=np.bool_)
         self._is_filtered_S = np.zeros(num_slots, dtype=np.bool_)
-        self._first_free_position_S = np.zeros(
-            num_slots, dtype=np.int32
-        )  # from here on, stop ids are allowed
+        # From where on stop ids are allowed, and the slots for which that is behind their prompt.
+        self._first_free_position_S = np.zeros(num_slots, dtype=np.int32)
+        self._hiding: set[int] = set()
         self._held_ids_S: list[tuple[int, ...]] = [()] * num_slots
         # What the rows asked about last need; until others start, they are mostly asked about again.
         self._known_needs: tuple[IntArray, SamplingNeeds] | None = None
@@ -237,9 +237,12 @@ class Rows:
             self._known_needs = slots.copy(), self.extras.needs(plain, slots)
         return self._known_needs[1]
 
-    def hides_stops(self, slots: IntArray, positions: IntArray) -> bool:
-        """Whether some row must not stop yet at the token of its position (`min_new_tokens`)."""
-        return bool((positions < self._first_free_position_S[slots]).any())
+    def hides_stops(self, plan: StepPlan) -> bool:
+        """Whether some row must not stop yet at the token that it draws (`min_new_tokens`)."""
+        if not self._hiding:
+            return False
+        positions = (plan.starts + plan.counts)[plan.samples]
+        return bool((positions < self._first_free_position_S[plan.slots[plan.samples]]).any())
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs | None:
         """What is needed to draw the step's tokens, or None when no row draws one."""
@@ -271,9 +274,9 @@ class Rows:
         )
 
     def _masked_stop_ids(self, slots: IntArray, positions: IntArray) -> torch.Tensor | None:
-        if not self.hides_stops(slots, positions):
-            return None
         masked = positions < self._first_free_position_S[slots]
+        if not masked.any():
+            return None
         stops = [self._held_ids_S[slot] if hide else () for slot, hide in zip(slots, masked, strict=True)]
         ids = np.full((len(slots), max(1, *map(len, stops))), -1, dtype=np.int32)
         for row, stop_ids in enumerate(stops):
@@ -292,6 +295,8 @@ class Rows:
         self._is_random_S[starts.slots] = (starts.temperatures > 0) & (starts.top_ks != 1)
         self._is_filtered_S[starts.slots] = (starts.top_ks != -1) | (starts.top_ps < 1) | (starts.min_ps > 0)
         self._first_free_position_S[starts.slots] = starts.prompt_lengths + starts.min_new_tokens
+        self._hiding.difference_update(starts.slots.tolist())
+        self._hiding.update(starts.slots[starts.min_new_tokens > 0].tolist())
         for slot, held_ids in zip(starts.slots.tolist(), starts.held_ids, strict=True):
             self._held_ids_S[slot] = held_ids
 

@@ -35,7 +35,7 @@ class MaskedDraws:
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
         self._place = _Place(rows.device)
         self._staged = torch.empty((0, self._num_words), dtype=torch.int32)  # pinned; grows
-        self._masks_memory = _KnownMemory()
+        self._masks_memory = _KnownMemory(rows.device)
 
     def replay(self, made: Unsampled, slots: IntArray, masks: TokenMasks | None) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
@@ -55,9 +55,7 @@ class MaskedDraws:
         self._graph(made, needs)
 
     def close(self) -> None:
-        """Let go of the host's memory, once no draw reads it any more."""
-        with contextlib.suppress(RuntimeError):  # the device is lost, then, and reads nothing
-            torch.cuda.synchronize(self._rows.device)
+        """Let go of the host's memory."""
         self._masks_memory.release()
 
     def _graph(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled] | None:
@@ -125,7 +123,8 @@ class _Place:
 class _KnownMemory:
     """The memory of an array that somebody else fills, made known to the device, which can read it then."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._array: IntArray | None = None
         self._is_known = False
 
@@ -141,8 +140,10 @@ class _KnownMemory:
         return self._is_known
 
     def release(self) -> None:
-        """Forget the array."""
+        """Forget the array, once no draw reads it any more."""
         if self._array is not None and self._is_known:
+            with contextlib.suppress(RuntimeError):  # the device is lost, then, and reads nothing
+                torch.cuda.synchronize(self._device)
             torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
         self._array, self._is_known = None, False
 

@@ -239,7 +239,7 @@ class LocalRunner:
 
     def _replay(self, plan: StepPlan) -> _Work | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
-        graphs, late = self._graphs, self._rows.extras.are_late(plan.slots) or self._hides_stops(plan)
+        graphs, late = self._graphs, self._rows.extras.are_late(plan.slots) or self._rows.hides_stops(plan)
         only_decodes = plan.num_decodes == len(plan.slots)
         if graphs is not None and only_decodes:
             made = graphs.decodes.replay(plan, late=late)
@@ -262,10 +262,6 @@ class LocalRunner:
             return [self._steps.part(plan, self._rows.sampling_inputs(plan), asked, hidden_ND)]
         return DrawnPart(plan, Sampled(made_N, None), None, [], {}, places)
 
-    def _hides_stops(self, plan: StepPlan) -> bool:
-        ends = plan.starts + plan.counts
-        return self._rows.hides_stops(plan.slots[plan.samples], ends[plan.samples])
-
     def _draw_late(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
         """Draw for the plan's rows of what a graph made; if that fails, the step begins anew without it."""
         try:
@@ -276,7 +272,7 @@ class LocalRunner:
 
     def _draw_made(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
         """Draw from the logits of a graph, whose rows after the plan's are spare ones."""
-        masks_only = self._rows.extras.wait_for_masks_only(plan.slots) and not self._hides_stops(plan)
+        masks_only = self._rows.extras.wait_for_masks_only(plan.slots) and not self._rows.hides_stops(plan)
         if self._graphs is not None and masks_only:
             sampled = self._graphs.draws.replay(made, plan.slots, masks)
             if sampled is not None:
