@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenmill.core.grammars import Grammars, Guide
 from tokenmill.core.loop import Close, Inbox, Loop, Submit
@@ -349,3 +351,55 @@ def test_a_noted_token_counts_with_the_next_mask(make_request: Make) -> None:
     guide.note(0)
     assert mask(books, guide) == {0}
     assert guide.finish is None
+
+
+# ── rows that stay together ──
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_rows_that_stay_together_are_masked_as_rows_that_meet_anew(data: st.DataObject) -> None:
+    """What is kept from step to step, ends and all, is what would be found out each time."""
+    num_rows = data.draw(st.integers(1, 5))
+    scripts = [data.draw(st.lists(st.integers(4, 9), max_size=4)) for _ in range(num_rows)]
+    stop_ids = [data.draw(st.sampled_from([(), (0,), (0, 12), (4,)])) for _ in range(num_rows)]
+    held_back = [data.draw(st.sampled_from([0, 0, 3])) for _ in range(num_rows)]
+    kept, guides, others = (
+        grammars(FakeCompiler()),
+        *(
+            [
+                Guide(
+                    FakeTemplate(FakeMatcher(script)),  # type: ignore[arg-type]
+                    row_request(ends, min_new_tokens),
+                    end_ids=ends or (0,),
+                )
+                for script, ends, min_new_tokens in zip(scripts, stop_ids, held_back, strict=True)
+            ]
+            for _ in range(2)
+        ),
+    )
+    rows = list(range(num_rows))
+    for _ in range(data.draw(st.integers(1, 8))):
+        if data.draw(st.booleans()):
+            rows = data.draw(st.lists(st.sampled_from(range(num_rows)), min_size=1, unique=True))
+        rows = [row for row in rows if guides[row].finish is None]
+        if not rows:
+            return
+        found = kept.masks([(row + 3, guides[row]) for row in rows])
+        expected = grammars(FakeCompiler()).masks([(row + 3, others[row]) for row in rows])
+        assert found.slots.tolist() == expected.slots.tolist() == [row + 3 for row in rows]
+        finishes = [guides[row].finish for row in rows]
+        assert finishes == [others[row].finish for row in rows]
+        for index, row in enumerate(rows):
+            if finishes[index] is not None:
+                continue
+            assert (found.bits[index] == expected.bits[index]).all()
+            allowed = np.flatnonzero(np.unpackbits(found.bits[index].view(np.uint8), bitorder="little"))
+            token = data.draw(st.sampled_from([*allowed.tolist(), *allowed.tolist(), 11]))
+            if data.draw(st.integers(0, 5)):  # else its draw failed
+                guides[row].note(token)
+                others[row].note(token)
+
+
+def row_request(stop_ids: tuple[int, ...], min_new_tokens: int) -> Any:
+    return SimpleNamespace(stop_ids=stop_ids, params=SimpleNamespace(min_new_tokens=min_new_tokens))
