@@ -299,7 +299,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """Which tokens M rows of a step may draw: bit i of word w stands for token 32 * w + i."""
+    """Which tokens M rows of a step may draw: bit i of word w stands for token 32 * w + i.
+
+    Nobody may write to the bits until the step is collected: the device may read them in their place.
+    """
 
     slots: IntArray  # [M]
     bits: IntArray  # [M, ceil(vocabulary / 32)]; tokens past the last word are not allowed

@@ -12,7 +12,9 @@ import numpy as np
 from tokenmill.core.grammars import Guide
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import RowPages
-from tokenmill.messages import BoolArray, IntArray, RowStarts, StepPlan
+from tokenmill.messages import BoolArray, Finish, IntArray, RowStarts, StepPlan
+
+_NOTHING: IntArray = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,15 @@ class Flight:
             if state.guide is not None and state.finish is None
         ]
 
+    @property
+    def stuck(self) -> list[tuple[RequestState, Finish]]:
+        """Requests whose grammar left them no token to draw, and how they end."""
+        return [
+            (state, state.guide.finish)
+            for state in self.states
+            if state.finish is None and state.guide is not None and state.guide.finish is not None
+        ]
+
     def state(self, row: int) -> RequestState:
         """Whose row of the plan this is."""
         return self.states[row] if row < self.num_decodes else self.chunks[row - self.num_decodes]
@@ -76,8 +87,8 @@ class PlanDraft:
     """The columns of one step. Decoding rows come in one piece, the others one by one."""
 
     def __init__(self) -> None:
-        self._decode_slots = _ints([])
-        self._decode_starts = _ints([])
+        self._decode_slots = _NOTHING
+        self._decode_starts = _NOTHING
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._counts: list[int] = []
@@ -132,7 +143,7 @@ class PlanDraft:
         slots, starts = self._decode_slots, self._decode_starts
         counts: IntArray = np.ones(num_decodes, dtype=np.int32)
         samples: BoolArray = np.ones(num_decodes, dtype=np.bool_)
-        token_ids = _ints([])
+        token_ids = _NOTHING
         if self._slots:
             slots = np.concatenate([slots, _ints(self._slots)])
             starts = np.concatenate([starts, _ints(self._starts)])
@@ -155,7 +166,7 @@ class PlanDraft:
 
 
 def _ints(values: list[int]) -> IntArray:
-    return np.array(values, dtype=np.int32)
+    return np.array(values, dtype=np.int32) if values else _NOTHING
 
 
 def _row_starts(states: list[RequestState]) -> RowStarts:

@@ -370,11 +370,7 @@ class Scheduler:
 
     def end_stuck(self) -> list[Output]:
         """End the requests of the newest plan whose grammar left them no token to draw."""
-        return [
-            self._end(state, state.guide.finish)
-            for state in self._flights[-1].states
-            if state.finish is None and state.guide is not None and state.guide.finish is not None
-        ]
+        return [self._end(state, finish) for state, finish in self._flights[-1].stuck]
 
     # ── results in ────────────────────────────────────────────────────────────────────────────
 

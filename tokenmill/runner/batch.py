@@ -45,6 +45,13 @@ class SamplingInputs:
     masked_stop_ids_QK: torch.Tensor | None  # int32, padded by -1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _KnownNeeds:
+    slots: IntArray
+    sampling: SamplingNeeds
+    waits_for_masks_only: bool
+
+
 class Rows:
     """State of all slots, written only here."""
 
@@ -97,7 +104,7 @@ class Rows:
         self._hiding: set[int] = set()
         self._held_ids_S: list[tuple[int, ...]] = [()] * num_slots
         # What the rows asked about last need; until others start, they are mostly asked about again.
-        self._known_needs: tuple[IntArray, SamplingNeeds] | None = None
+        self._known_needs: _KnownNeeds | None = None
 
     def update(self, plan: StepPlan) -> None:
         """Write the plan's row starts; its page-table entries on the host only."""
@@ -229,13 +236,23 @@ class Rows:
 
     def sampling_needs(self, slots: IntArray) -> SamplingNeeds:
         """What drawing a token for these rows takes, known without asking the device."""
-        if self._known_needs is None or not np.array_equal(self._known_needs[0], slots):
+        return self._needs(slots).sampling
+
+    def masked_needs(self, slots: IntArray) -> SamplingNeeds | None:
+        """As `sampling_needs`, if none of these rows waits for anything but its mask."""
+        needs = self._needs(slots)
+        return needs.sampling if needs.waits_for_masks_only else None
+
+    def _needs(self, slots: IntArray) -> _KnownNeeds:
+        if self._known_needs is None or not np.array_equal(self._known_needs.slots, slots):
             random = self._is_random_S[slots]
             plain = SamplingNeeds(
                 random=bool(random.any()), filters=bool((random & self._is_filtered_S[slots]).any())
             )
-            self._known_needs = slots.copy(), self.extras.needs(plain, slots)
-        return self._known_needs[1]
+            self._known_needs = _KnownNeeds(
+                slots.copy(), self.extras.needs(plain, slots), self.extras.wait_for_masks_only(slots)
+            )
+        return self._known_needs
 
     def hides_stops(self, plan: StepPlan) -> bool:
         """Whether some row must not stop yet at the token that it draws (`min_new_tokens`)."""

@@ -37,13 +37,15 @@ class MaskedDraws:
         self._staged = torch.empty((0, self._num_words), dtype=torch.int32)  # pinned; grows
         self._masks_memory = _KnownMemory(rows.device)
 
-    def replay(self, made: Unsampled, slots: IntArray, masks: TokenMasks | None) -> Sampled | None:
+    def replay(
+        self, made: Unsampled, needs: SamplingNeeds, slots: IntArray, masks: TokenMasks | None
+    ) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
 
         The draw before must be done. What it gives is valid until the next replay. None: there is no
         memory for a graph.
         """
-        graph = self._graph(made, self._rows.sampling_needs(slots))
+        graph = self._graph(made, needs)
         if graph is None:
             return None
         self._place.set(self._readable(slots, masks))

@@ -272,9 +272,9 @@ class LocalRunner:
 
     def _draw_made(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
         """Draw from the logits of a graph, whose rows after the plan's are spare ones."""
-        masks_only = self._rows.extras.wait_for_masks_only(plan.slots) and not self._rows.hides_stops(plan)
-        if self._graphs is not None and masks_only:
-            sampled = self._graphs.draws.replay(made, plan.slots, masks)
+        needs = self._rows.masked_needs(plan.slots)
+        if self._graphs is not None and needs is not None and not self._rows.hides_stops(plan):
+            sampled = self._graphs.draws.replay(made, needs, plan.slots, masks)
             if sampled is not None:
                 return [_part(plan, sampled)]
         inputs, count = self._rows.sampling_inputs(plan), len(plan.slots)
