@@ -163,6 +163,21 @@ def test_close_aborts_what_is_left_and_is_idempotent(
         core.call("load")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_close_returns_where_the_memory_cannot_be_given_back(
+    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(mill, "close", fail)
+    core = CoreThread(lambda: mill, EngineConfig(), deliver=ears.deliver, died=ears.died)
+    closing = threading.Thread(target=core.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
 def test_a_crash_reaches_everybody_with_its_cause(core: CoreThread, mill: CountingRunner, ears: Ears) -> None:
     mill.failure = ArithmeticError("the device is on fire")
     core.submit([request("a")])

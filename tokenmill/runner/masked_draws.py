@@ -57,8 +57,11 @@ class MaskedDraws:
         self._graph(made, needs)
 
     def close(self) -> None:
-        """Let go of the host's memory."""
-        self._masks_memory.release()
+        """Let go of the host's memory, once no draw reads it any more."""
+        if self._masks_memory.is_known:
+            with contextlib.suppress(RuntimeError):  # the device is lost, then, and reads nothing
+                torch.cuda.synchronize(self._rows.device)
+            self._masks_memory.release()
 
     def _graph(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled] | None:
         key = id(made), needs  # the graph that made it keeps it, so there is no other with its identity
@@ -128,7 +131,7 @@ class _KnownMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._array: IntArray | None = None
-        self._is_known = False
+        self.is_known = False
 
     def knows(self, bits: IntArray) -> bool:
         """Whether the device can read them; the array that they are part of is kept alive."""
@@ -138,16 +141,17 @@ class _KnownMemory:
             self._array = whole
             cudart = torch.cuda.cudart()
             found = cudart.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)
-            self._is_known = found == cudart.cudaError.success
-        return self._is_known
+            self.is_known = found == cudart.cudaError.success
+            if not self.is_known:
+                with contextlib.suppress(RuntimeError):  # the next launch is told of it, whoever launches
+                    torch.ones(1, device=self._device)
+        return self.is_known
 
     def release(self) -> None:
-        """Forget the array, once no draw reads it any more."""
-        if self._array is not None and self._is_known:
-            with contextlib.suppress(RuntimeError):  # the device is lost, then, and reads nothing
-                torch.cuda.synchronize(self._device)
+        """Forget the array; no draw must read it any more."""
+        if self._array is not None and self.is_known:
             torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
-        self._array, self._is_known = None, False
+        self._array, self.is_known = None, False
 
 
 def _fill(out: IntArray, slots: IntArray, masks: TokenMasks | None) -> None:

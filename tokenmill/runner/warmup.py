@@ -179,7 +179,9 @@ class Scout:
         num_words = -(-logits_RV.shape[1] // 32)
         bits_MW = torch.full((1, num_words), -1, dtype=torch.int32, device=logits_RV.device)
         apply_masks(logits_RV, torch.zeros(1, dtype=torch.int64, device=logits_RV.device), bits_MW)
-        apply_host_masks(logits_RV, torch.zeros(3, dtype=torch.int64, device=logits_RV.device))
+        nowhere_3 = torch.zeros(3, dtype=torch.int64, device=logits_RV.device)
+        for logits in (logits_RV, logits_RV.float()):  # as penalties leave them
+            apply_host_masks(logits, nowhere_3)
 
     def _forget_tokens(self) -> None:
         """Where the kernel that draws was skipped, its "tokens" are no ids of the vocabulary."""

@@ -11,8 +11,8 @@ import torch
 def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Tensor) -> torch.Tensor:
     """Set the logits of forbidden tokens to -inf, in place; returns `logits_RV`.
 
-    Bit i of word w of `bits_MW` (int32) allows token 32 * w + i in row `rows_M` (int64); what lies past
-    the last word is forbidden. Nothing is synchronised on CUDA.
+    Bit i of word w of `bits_MW` (int32) allows token 32 * w + i in row `rows_M` (int64, no row twice); what
+    lies past the last word is forbidden. Nothing is synchronised on CUDA.
     """
     if logits_RV.is_cuda:
         from tokenmill.kernels import triton_masks
