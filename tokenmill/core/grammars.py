@@ -20,8 +20,7 @@ from tokenmill.messages import BoolArray, EngineFacts, Finish, Grammar, IntArray
 
 Words = tuple[tuple[int, np.int32], ...]
 
-NO_TOKEN = -1
-
+_NO_TOKEN = -1
 _FIRST_WORDS = 8
 _NO_FURTHER = "the grammar could not be followed any further"
 
@@ -35,7 +34,7 @@ class Guide:
         # How the request ends now, because its grammar leaves it no token to draw.
         self.finish: Finish | None = None
         self.has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
-        self.unread = NO_TOKEN  # the token drawn last, while the matcher has not gone on by it
+        self.unread = _NO_TOKEN  # the token drawn last, while the matcher has not gone on by it
         # Ends that the sampler holds back until so many tokens are out.
         self.min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
         self.num_accepted = 0
@@ -59,11 +58,11 @@ class Guide:
 
     def is_behind(self) -> bool:
         """Whether the matcher must go on by the noted token, which ends of text are no matter of."""
-        if self.unread == NO_TOKEN:
+        if self.unread == _NO_TOKEN:
             return False
         if self.has_ended or (self.unread in self.end_ids and self.matcher.is_accepting):
             self.has_ended = True
-            self.unread = NO_TOKEN
+            self.unread = _NO_TOKEN
             return False
         return True
 
@@ -140,7 +139,7 @@ class _Rows:
     def go_on(self) -> tuple[list[Guide], list[bool]]:
         """Let the matchers go on by the tokens that were noted; returns whose did, and whether each could."""
         tokens = [guide.unread for guide in self.guides]
-        if not (NO_TOKEN in tokens or self.ended) and self._end_ids.isdisjoint(tokens):
+        if not (_NO_TOKEN in tokens or self.ended) and self._end_ids.isdisjoint(tokens):
             return self.guides, self.batch.accept(tokens)
         behind = [guide for guide in self.guides if guide.is_behind()]
         self.ended = [row for row, guide in enumerate(self.guides) if guide.has_ended]
@@ -248,7 +247,7 @@ def _note_read(guides: Sequence[Guide], are_allowed: Sequence[bool]) -> None:
     for guide, is_allowed in zip(guides, are_allowed, strict=True):
         if not is_allowed:
             guide.refuse()
-        guide.unread = NO_TOKEN
+        guide.unread = _NO_TOKEN
 
 
 def _own_pages(num_rows: int, num_words: int) -> IntArray:

@@ -96,9 +96,8 @@ class LlguidanceTemplate:
     def expect(self, num_outputs: int) -> None:
         """See `Template`. Whoever calls this need not wait for the copies."""
         with self._guard:
-            was_popular = self._num_expected >= _POPULAR
-            self._num_expected += num_outputs
-            if self._num_expected >= _POPULAR and not was_popular and self._num_copies > 1:
+            before, self._num_expected = self._num_expected, self._num_expected + num_outputs
+            if before < _POPULAR <= self._num_expected and self._num_copies > 1:
                 thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
                     thread.start()

@@ -145,20 +145,12 @@ class XgrammarTemplate:
         return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._known)
 
 
-class _Shared:
-    """What the batches of a backend share."""
-
-    def __init__(self) -> None:
-        self.filler = xgrammar.BatchGrammarMatcher()
-        self.was_slow = False
-
-
 class XgrammarBatch:
     """See `Batch`."""
 
-    def __init__(self, matchers: Sequence[Any], shared: _Shared) -> None:
+    def __init__(self, matchers: Sequence[Any], backend: XgrammarBackend) -> None:
         self._matchers = matchers
-        self._shared = shared
+        self._backend = backend
 
     def accept(self, tokens: Sequence[int]) -> list[bool]:
         """See `Batch`."""
@@ -168,10 +160,10 @@ class XgrammarBatch:
         """See `Batch`."""
         began = time.perf_counter()
         # Which matcher fails or takes long, the library does not say.
-        if len(self._matchers) < _FEW or self._shared.was_slow or not self._fill_together(out):
+        if len(self._matchers) < _FEW or self._backend.was_slow or not self._fill_together(out):
             for matcher, row in zip(self._matchers, out, strict=True):
                 matcher.fill_mask(row)
-        self._shared.was_slow = time.perf_counter() - began > _MOST_SECONDS
+        self._backend.was_slow = time.perf_counter() - began > _MOST_SECONDS
         return np.array([matcher.is_accepting for matcher in self._matchers], dtype=np.bool_)
 
     def _fill_together(self, out: IntArray) -> bool:
@@ -180,7 +172,7 @@ class XgrammarBatch:
             return False
         inner = [matcher.inner for matcher in self._matchers]
         try:
-            self._shared.filler.batch_fill_next_token_bitmask(inner, out)
+            self._backend.filler.batch_fill_next_token_bitmask(inner, out)
         except RuntimeError:
             return False
         out &= np.stack([matcher.known for matcher in self._matchers])
@@ -201,7 +193,8 @@ class XgrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary, max_threads=_COMPILE_THREADS, cache_limit_bytes=_CACHE_BYTES
         )
-        self._shared = _Shared()
+        self.filler = xgrammar.BatchGrammarMatcher()
+        self.was_slow = False  # the last masks
         texts: list[bytes] = vocabulary.decoded_vocab
         self._texts = KnownTokens.of(texts, _text_tokens(tokenizer, self.num_words))
         # JSON has no place for control characters other than line ends, yet the library allows them in
@@ -226,7 +219,7 @@ class XgrammarBackend:
 
     def batch(self, matchers: Sequence[Matcher]) -> XgrammarBatch:
         """See `Backend`."""
-        return XgrammarBatch(matchers, self._shared)
+        return XgrammarBatch(matchers, self)
 
     def _compiled(self, grammar: Grammar) -> Any:
         match grammar.kind:

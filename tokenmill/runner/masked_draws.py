@@ -33,7 +33,7 @@ class MaskedDraws:
         self._recorder = recorder
         self._may_capture = True
         self._graphs: dict[tuple[int, SamplingNeeds], Graph[Sampled]] = {}
-        self._place = _Place(rows.device)
+        self._masks = _HostMasks(rows.device)
         self._staged = torch.empty((0, self._num_words), dtype=torch.int32)  # pinned; grows
         self._masks_memory = _KnownMemory(rows.device)
 
@@ -48,7 +48,7 @@ class MaskedDraws:
         graph = self._graph(made, needs)
         if graph is None:
             return None
-        self._place.set(self._readable(slots, masks))
+        self._masks.are_in(self._readable(slots, masks))
         graph.replay()
         return graph.made
 
@@ -75,9 +75,8 @@ class MaskedDraws:
 
     def _capture(self, made: Unsampled, needs: SamplingNeeds) -> Graph[Sampled]:
         size = len(made.logits_QV)
-        changes = _Masks(self._place.tensor_3)
         return self._recorder.record(
-            lambda: draw_tokens(self._rows, made.logits_QV, made.slots_Q, made.columns, needs, changes),
+            lambda: draw_tokens(self._rows, made.logits_QV, made.slots_Q, made.columns, needs, self._masks),
             f"the draw of {size} rows, {needs}",
             may_run=False,  # on the rows of the step at hand; kernel by kernel it may, if this fails
         )
@@ -99,29 +98,22 @@ class MaskedDraws:
         return staged
 
 
-class _Masks(Changes):
-    """The masks of the step's first rows, wherever they are when the graph runs."""
+class _HostMasks(Changes):
+    """The masks of a step's first rows, wherever the host has them when a graph runs."""
 
-    def __init__(self, place_3: torch.Tensor) -> None:
-        self._place_3 = place_3
+    def __init__(self, device: torch.device) -> None:
+        self._known = (0, 0, 0)
+        self._place_3 = torch.tensor(self._known, dtype=torch.int64, device=device)
 
     def mask(self, logits_QV: torch.Tensor) -> torch.Tensor:
         """See `Changes`."""
         return apply_host_masks(logits_QV, self._place_3)
 
-
-class _Place:
-    """Tells all graphs where the masks are, see `apply_host_masks`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._known = (0, 0, 0)
-        self.tensor_3 = torch.tensor(self._known, dtype=torch.int64, device=device)
-
-    def set(self, bits: IntArray) -> None:
+    def are_in(self, bits: IntArray) -> None:
         """For the draws that are queued from now on; mostly they are where they were before."""
         place = (bits.ctypes.data, bits.strides[0] // bits.itemsize, len(bits))
         if place != self._known:
-            self.tensor_3.copy_(torch.tensor(place, dtype=torch.int64).pin_memory(), non_blocking=True)
+            self._place_3.copy_(torch.tensor(place, dtype=torch.int64).pin_memory(), non_blocking=True)
             self._known = place
 
 
