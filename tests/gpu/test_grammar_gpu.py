@@ -98,8 +98,19 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
     assert captured[2:] == ["compiled"]
 
 
-def test_many_rows_are_those_of_the_plain_path() -> None:
-    """Rows come and go between steps under masks."""
+@pytest.mark.parametrize("host", ["early", "late"])
+def test_many_rows_are_those_of_the_plain_path(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come and go between steps; an early host has their masks copied, a late one has them read."""
+    from tokenmill.runner.masked_draws import _EarlyCopies
+
+    copied, ways = _EarlyCopies.of, set()
+
+    def watched(self: Any, bits: Any, **_: float) -> int | None:
+        address = copied(self, bits, waited_seconds=1.0 if host == "early" else 0.0)
+        ways.add("read" if address is None else "copied")
+        return address
+
+    monkeypatch.setattr(_EarlyCopies, "of", watched)
     params: list[dict[str, Any]] = [
         {
             "temperature": index % 3 / 2,
@@ -115,3 +126,4 @@ def test_many_rows_are_those_of_the_plain_path() -> None:
         with sgl.Engine(model_path="tiny", device="cuda", dtype="float32", **arguments) as engine:
             found.append([result["output_ids"] for result in engine.generate(prompts, params)])
     assert found[0] == found[1]
+    assert ways == {"copied" if host == "early" else "read"}

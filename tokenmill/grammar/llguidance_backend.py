@@ -91,35 +91,29 @@ class LlguidanceTemplate:
         self._num_expected = 0
         self._num_matchers = 0
         self._guard = threading.Lock()
-        self._copying: threading.Thread | None = None
 
     def expect(self, num_outputs: int) -> None:
-        """See `Template`. Whoever calls this need not wait for the copies."""
-        with self._guard:
-            before, self._num_expected = self._num_expected, self._num_expected + num_outputs
-            if before < _POPULAR <= self._num_expected and self._num_copies > 1:
-                thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
-                    thread.start()
-                    self._copying = thread
-
-    def _copy(self) -> None:
-        """Each copy in a thread, which needs no interpreter for most of its work.
-
-        One thread for all of them would have to ask a busy interpreter for it each time.
-        """
-        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(self._num_copies - 1) as threads:
-            self._copies += threads.map(lambda _: self._again(), range(1, self._num_copies))
-
-    def new(self) -> LlguidanceMatcher:
         """See `Template`."""
         with self._guard:
-            if self._copying is not None:
-                self._copying.join()
-                self._copying = None
+            self._num_expected += num_outputs
+
+    def new(self) -> LlguidanceMatcher:
+        """See `Template`. The copies are made for the first matcher that many others follow.
+
+        Mostly the device computes prompts then; before, they would keep the host from launching these.
+        """
+        with self._guard:
+            if self._num_expected >= _POPULAR and len(self._copies) < self._num_copies:
+                self._copy()
             self._num_matchers += 1
             copy = self._copies[self._num_matchers % len(self._copies)]
             return LlguidanceMatcher(copy.deep_copy(), id(copy))
+
+    def _copy(self) -> None:
+        """Side by side, for the library needs no interpreter for most of it."""
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(self._num_copies - 1) as threads:
+            self._copies += threads.map(lambda _: self._again(), range(1, self._num_copies))
+        self._num_copies = len(self._copies)  # no more threads can be had: so many will do
 
 
 class LlguidanceBatch:

@@ -141,10 +141,11 @@ class Rows:
         count = len(plan.slots)
         inputs = self._blank_inputs(size)
         inputs[0, :count], inputs[1, :count] = plan.slots, plan.starts
-        self._row_of_slot_S[plan.slots] = np.arange(count)
-        rows = self._row_of_slot_S[plan.page_slots]
-        inputs[2 + 2 * plan.page_groups, rows] = plan.page_columns
-        inputs[3 + 2 * plan.page_groups, rows] = plan.page_ids
+        if len(plan.page_slots):
+            self._row_of_slot_S[plan.slots] = np.arange(count)
+            rows = self._row_of_slot_S[plan.page_slots]
+            inputs[2 + 2 * plan.page_groups, rows] = plan.page_columns
+            inputs[3 + 2 * plan.page_groups, rows] = plan.page_ids
         return inputs
 
     def stage(self, plan: StepPlan) -> StepInputs:

@@ -53,7 +53,7 @@ class DrawnPart:
     hidden_QD: torch.Tensor | None  # of the rows that draw; None where none shows it
     shown: list[Shown]
     failures: dict[int, Failure]  # by slot
-    places: LongArray | None = None  # which of the rows that were drawn are the plan's; None: all
+    places: LongArray | slice | None = None  # which of the rows that were drawn are the plan's; None: all
 
     @property
     def has_extras(self) -> bool:

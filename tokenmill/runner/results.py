@@ -1,7 +1,8 @@
-"""The way of a step's results to the host, which nobody waits for until `result` is called."""
+"""The way of a step's results to the host, which nobody waits for until they are collected."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -42,13 +43,18 @@ class Results:
         self._ready = torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(device))
 
-    def result(self) -> StepResult:
-        """Wait for the step."""
+    def wait(self) -> float:
+        """Until the step is done; the seconds that it took."""
+        began = time.perf_counter()
         if self._ready is not None:
             self._ready.synchronize()
+        return time.perf_counter() - began
+
+    def result(self) -> StepResult:
+        """What the step made, once it is done."""
         plan = self.plan
         drawn = [part for part in self._parts if part.sampled is not None]
-        tokens = np.concatenate([_tokens(part) for part in drawn]) if drawn else np.zeros(0, np.int32)
+        tokens = _tokens(drawn[0]) if len(drawn) == 1 else _joined_tokens(drawn)
         token_ids = np.full(len(plan.samples), -1, dtype=np.int32)
         if self.losses or any(part.has_extras for part in self._parts) or (tokens < 0).any():
             return self._uncommon_result(token_ids, tokens, drawn)
@@ -145,6 +151,10 @@ def _tokens(part: DrawnPart) -> IntArray | LongArray:
     return tokens if part.places is None else tokens[part.places]
 
 
+def _joined_tokens(drawn: list[DrawnPart]) -> IntArray | LongArray:
+    return np.concatenate([_tokens(part) for part in drawn]) if drawn else np.zeros(0, np.int32)
+
+
 def _logprobs(drawn: list[DrawnPart]) -> Logprobs | None:
     """Of all rows that draw; all parts are of the same widths."""
     found = [
@@ -155,9 +165,10 @@ def _logprobs(drawn: list[DrawnPart]) -> Logprobs | None:
     return found[0] if len(found) == 1 else Logprobs.joined(found) if found else None
 
 
-def _columns(logprobs: TokenLogprobs, places: LongArray | None = None) -> Logprobs:
+def _columns(logprobs: TokenLogprobs, places: LongArray | slice | None = None) -> Logprobs:
     if places is not None:
-        logprobs = TokenLogprobs(logprobs.packed_RC[torch.from_numpy(places)], logprobs.num_top)
+        rows = places if isinstance(places, slice) else torch.from_numpy(places)
+        logprobs = TokenLogprobs(logprobs.packed_RC[rows], logprobs.num_top)
     return Logprobs(
         token_N=logprobs.token_R.numpy(),
         top_NK=logprobs.top_RK.numpy(),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,7 @@ class LocalRunner:
         self._threads = cpu_threads() if follows else None
         self._launched: _Launched | None = None
         self._in_flight: deque[Results] = deque()
+        self._waited_seconds = 0.0  # for the step that was collected last
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
         self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
 
@@ -151,7 +152,7 @@ class LocalRunner:
         """Queue the forward pass of a step; nothing is waited for but kernels that are being compiled."""
         if self._threads is not None:
             self._threads.follow()
-        with self._launches():
+        with torch.inference_mode(), self._awaited_kernels():
             runnable = self._quarantine.start(plan)
             if runnable is None:
                 self._launched = _Launched(plan, plan, [])
@@ -166,7 +167,7 @@ class LocalRunner:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
-        with self._launches():
+        with torch.inference_mode(), self._awaited_kernels():
             match step.work:
                 case DrawnPart():
                     drawn = [step.work]
@@ -181,6 +182,7 @@ class LocalRunner:
         results = self._in_flight.popleft()
         self._quarantine.collected(results.losses)
         try:
+            self._waited_seconds = results.wait()
             return results.result()
         except Exception as error:
             results.losses.fail_all(results.plan, self._quarantine.judge(error))
@@ -213,11 +215,9 @@ class LocalRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @contextmanager
-    def _launches(self) -> Iterator[None]:
+    def _awaited_kernels(self) -> AbstractContextManager[object]:
         """What is launched within may be in need of kernels that are under way."""
-        with torch.inference_mode(), nullcontext() if self._kernels is None else self._kernels.awaited():
-            yield
+        return nullcontext() if self._kernels is None else self._kernels.awaited()
 
     def _send(self, plan: StepPlan, drawn: list[DrawnPart]) -> Results:
         """Queue the way of a step's results to the host; if they cannot be sent, its rows fail."""
@@ -274,7 +274,9 @@ class LocalRunner:
         """Draw from the logits of a graph, whose rows after the plan's are spare ones."""
         needs = self._rows.masked_needs(plan.slots)
         if self._graphs is not None and needs is not None and not self._rows.hides_stops(plan):
-            sampled = self._graphs.draws.replay(made, needs, plan.slots, masks)
+            sampled = self._graphs.draws.replay(
+                made, needs, plan.slots, masks, waited_seconds=self._waited_seconds
+            )
             if sampled is not None:
                 return [_part(plan, sampled)]
         inputs, count = self._rows.sampling_inputs(plan), len(plan.slots)
@@ -364,7 +366,7 @@ class LocalRunner:
 
 def _part(plan: StepPlan, sampled: Sampled) -> DrawnPart:
     """What a graph drew; the plan's rows are its first ones."""
-    return DrawnPart(plan, sampled, None, [], {}, np.arange(len(plan.slots)))
+    return DrawnPart(plan, sampled, None, [], {}, slice(len(plan.slots)))
 
 
 def _graphs(
