@@ -24,7 +24,7 @@ def variants() -> dict[str, object]:
         rows = ROWS | {"logits": dtype}
         for has_top in (False, True):
             found[f"summarize {dtype}, {has_top=}"] = COMPILED(
-                logprobs._summarize_kernel, rows, SCALARS, {"HAS_TOP": has_top}, num_warps=8
+                logprobs._summarize_kernel, rows, SCALARS, {"HAS_TOP": has_top}, num_warps=4
             )
         for num_top, padded in ((0, 1), (5, 8), (32, 32)):
             found[f"pack {dtype}, {num_top=}"] = COMPILED(

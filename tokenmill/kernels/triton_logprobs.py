@@ -23,6 +23,9 @@ _STRIPES_OF_BLOCK = tl.constexpr(4096 // 32)
 _GIVEN_AT_ONCE = tl.constexpr(128)
 _NO_STRIPE = tl.constexpr(2**24)  # its ids are past every vocabulary
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
+_PIECE = tl.constexpr(8)  # ids of a lane: logits of two bytes that one load takes
+_LANES = tl.constexpr(4096 // 8)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _INSTEAD_OF_INFINITY = tl.constexpr(2.0**127)
 
 
@@ -49,7 +52,7 @@ def pack_logprobs(
         return packed_RC
     rows = (logits_RV, logits_RV.stride(0), vocab_size, temperatures_R)
     blocks = (maxima_RN, sums_RN, stripes_RS, num_blocks)
-    _summarize_kernel[(num_blocks, num_rows)](*rows, *blocks, HAS_TOP=num_top > 0, num_warps=8)
+    _summarize_kernel[(num_blocks, num_rows)](*rows, *blocks, HAS_TOP=num_top > 0, num_warps=4)
     _pack_kernel[(num_rows,)](
         *rows,
         *blocks,
@@ -91,18 +94,36 @@ def _summarize_kernel(
     """One block: its maximum, the sum of exp((logit - maximum) / temperature), the maxima of its stripes."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    ids = block * _BLOCK + tl.arange(0, _BLOCK)
-    values = tl.load(logits + row * stride_logits + ids, mask=ids < vocab_size, other=float("-inf"))
-    values = _cleaned(values)
-    maximum = tl.max(values, 0)
-    scale = 1.0 / tl.load(temperatures + row)
+    ids = block * _BLOCK + tl.arange(0, _LANES)[:, None] * _PIECE + tl.arange(0, _PIECE)[None, :]
+    logits += row * stride_logits
+    is_token = ids < vocab_size
+    values = tl.load(logits + ids, mask=is_token, other=float("-inf")).to(tl.float32)
+    scale = _LOG2_E / tl.load(temperatures + row)
+    if HAS_TOP:
+        values = _cleaned(values)
+    maximum, total = _sum(values, scale)
+    if total != total:  # rare, and cleaning all values would take longer than reading these again
+        values = _cleaned(tl.load(logits + ids, mask=is_token, other=float("-inf")))
+        maximum, total = _sum(values, scale)
     place = row * num_blocks + block
     tl.store(maxima + place, maximum)
-    tl.store(sums + place, tl.sum(tl.exp((values - tl.maximum(maximum, _LOWEST)) * scale), 0))
+    tl.store(sums + place, total)
     if HAS_TOP:
         stripe_ids = tl.arange(0, _STRIPES_OF_BLOCK)
         found = tl.max(tl.reshape(values, (_STRIPES_OF_BLOCK, _STRIPE)), 1)
         tl.store(stripes + place * _STRIPES_OF_BLOCK + stripe_ids, found)
+
+
+@triton.jit
+def _sum(values, scale):
+    """Maximum and sum of exp2((value - maximum) * scale), each lane by itself until the end.
+
+    The sum is NaN if some value is, or is infinite.
+    """
+    maxima = tl.maximum(tl.max(values, 1), _LOWEST)
+    sums = tl.sum(tl.exp2((values - maxima[:, None]) * scale), 1)
+    maximum = tl.max(maxima, 0)
+    return maximum, tl.sum(sums * tl.exp2((maxima - maximum) * scale), 0)
 
 
 @triton.jit
