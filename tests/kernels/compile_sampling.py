@@ -29,7 +29,7 @@ def variants() -> dict[str, object]:
             rows | facts | {"stripe_maxima": "fp32"},
             SCALARS,
             {"FILTERS": filters},
-            num_warps=8,
+            num_warps=4,
         )
     found["draw"] = COMPILED(
         sampling._draw_kernel,

@@ -80,7 +80,7 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> tuple
     facts = (block_maxima_RN, block_facts_RN, num_blocks)
     limits = (columns.top_ps_R, columns.min_ps_R)
     dice = (columns.seeds_R, columns.positions_R)
-    _read_kernel[(num_blocks, num_rows)](*rows, *facts, stripe_maxima_RS, FILTERS=filters, num_warps=8)
+    _read_kernel[(num_blocks, num_rows)](*rows, *facts, stripe_maxima_RS, FILTERS=filters, num_warps=4)
     blocks_padded = triton.next_power_of_2(num_blocks)
     _draw_kernel[(num_rows,)](
         *rows,
