@@ -103,14 +103,15 @@ def test_many_rows_are_those_of_the_plain_path(host: str, monkeypatch: pytest.Mo
     """Rows come and go between steps; an early host has their masks copied, a late one has them read."""
     from tokenmill.runner.masked_draws import _EarlyCopies
 
-    copied, ways = _EarlyCopies.of, set()
+    address_of, ways = _EarlyCopies.address, set()
 
-    def watched(self: Any, bits: Any, **_: float) -> int | None:
-        address = copied(self, bits, waited_seconds=1.0 if host == "early" else 0.0)
-        ways.add("read" if address is None else "copied")
+    def watched(self: Any, bits: Any) -> int:
+        self.waited_seconds = 1.0 if host == "early" else 0.0
+        address = address_of(self, bits)
+        ways.add("read" if address == bits.ctypes.data else "copied")
         return address
 
-    monkeypatch.setattr(_EarlyCopies, "of", watched)
+    monkeypatch.setattr(_EarlyCopies, "address", watched)
     params: list[dict[str, Any]] = [
         {
             "temperature": index % 3 / 2,

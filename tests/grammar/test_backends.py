@@ -368,6 +368,44 @@ def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pyte
     assert library.batch(matchers).fill_masks(np.zeros((20, library.num_words), dtype=np.int32)).sum() == 0
 
 
+def test_a_copy_that_fails_leaves_its_grammar_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    library = open_backend(EngineConfig(), VOCABULARY)
+    template = library.compile(Grammar("regex", "[ab]+"))
+
+    def fail() -> None:
+        raise ValueError("no copy")
+
+    monkeypatch.setattr(template, "_again", fail)
+    assert len({matcher.lock for matcher in many(template, 20)}) == 1  # type: ignore[attr-defined]
+
+
+def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    library = open_backend(EngineConfig(), VOCABULARY)
+    template = library.compile(Grammar("regex", "[ab]+"))
+    again, may_copy = template._again, threading.Event()  # type: ignore[attr-defined]
+    others = set(threading.enumerate())
+
+    def copied() -> Any:
+        assert may_copy.wait(10)
+        return again()
+
+    monkeypatch.setattr(template, "_again", copied)
+    first = [matcher for _ in range(20) for matcher in many(template, 1)]
+    may_copy.set()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(10)
+    later = many(template, 20)
+    assert len({matcher.lock for matcher in first}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.lock for matcher in later}) == 8  # type: ignore[attr-defined]
+    masks = np.zeros((40, library.num_words), dtype=np.int32)
+    library.batch(first + later).fill_masks(masks)
+    assert (masks == masks[0]).all()
+
+
 def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that many follow is compiled once for each thread; its matchers do not notice."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)

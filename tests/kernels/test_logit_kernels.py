@@ -193,7 +193,7 @@ def logprobs_of(
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:
-    """Nothing lies in local memory, and many programs run beside each other."""
+    """Nothing lies in local memory, and several programs run beside each other."""
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_logprobs.py")
@@ -203,7 +203,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     assert finished.returncode == 0, finished.stderr
     for name, facts in json.loads(finished.stdout).items():
         assert facts["stack"] == 0, (name, facts)
-        assert facts["registers"] <= 128, (name, facts)
+        assert facts["registers"] <= (32 if name.endswith("num_top=0") else 128), (name, facts)
 
 
 def test_logprobs_of_a_row_in_which_nothing_is_possible() -> None:

@@ -90,6 +90,7 @@ class LlguidanceTemplate:
         self._num_copies = num_copies  # once many use it
         self._num_expected = 0
         self._num_matchers = 0
+        self._are_copies_begun = False
         self._guard = threading.Lock()
 
     def expect(self, num_outputs: int) -> None:
@@ -98,22 +99,30 @@ class LlguidanceTemplate:
             self._num_expected += num_outputs
 
     def new(self) -> LlguidanceMatcher:
-        """See `Template`. The copies are made for the first matcher that many others follow.
-
-        Mostly the device computes prompts then; before, they would keep the host from launching these.
-        """
+        """See `Template`. Copies are begun with the first matcher after many were expected."""
         with self._guard:
-            if self._num_expected >= _POPULAR and len(self._copies) < self._num_copies:
-                self._copy()
+            if self._num_expected >= _POPULAR and self._num_copies > 1 and not self._are_copies_begun:
+                self._begin_copies()
             self._num_matchers += 1
             copy = self._copies[self._num_matchers % len(self._copies)]
             return LlguidanceMatcher(copy.deep_copy(), id(copy))
 
+    def _begin_copies(self) -> None:
+        """Where many outputs begin together, they wait for the copies: the device computes prompts mostly.
+
+        Earlier, the copies would keep the host from launching these; later, nobody waits for them.
+        """
+        self._are_copies_begun = True
+        thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
+            thread.start()
+            if not self._num_matchers:
+                thread.join()
+
     def _copy(self) -> None:
         """Side by side, for the library needs no interpreter for most of it."""
-        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(self._num_copies - 1) as threads:
-            self._copies += threads.map(lambda _: self._again(), range(1, self._num_copies))
-        self._num_copies = len(self._copies)  # no more threads can be had: so many will do
+        with contextlib.suppress(Exception), ThreadPoolExecutor(self._num_copies - 1) as threads:
+            self._copies += list(threads.map(lambda _: self._again(), range(1, self._num_copies)))
 
 
 class LlguidanceBatch:

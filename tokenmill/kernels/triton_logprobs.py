@@ -99,8 +99,6 @@ def _summarize_kernel(
     is_token = ids < vocab_size
     values = tl.load(logits + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     scale = _LOG2_E / tl.load(temperatures + row)
-    if HAS_TOP:
-        values = _cleaned(values)
     maximum, total = _sum(values, scale)
     if total != total:  # rare, and cleaning all values would take longer than reading these again
         values = _cleaned(tl.load(logits + ids, mask=is_token, other=float("-inf")))
@@ -118,7 +116,7 @@ def _summarize_kernel(
 def _sum(values, scale):
     """Maximum and sum of exp2((value - maximum) * scale), each lane by itself until the end.
 
-    The sum is NaN if some value is, or is infinite.
+    The sum is NaN if some value is, or is +inf.
     """
     maxima = tl.maximum(tl.max(values, 1), _LOWEST)
     sums = tl.sum(tl.exp2((values - maxima[:, None]) * scale), 1)

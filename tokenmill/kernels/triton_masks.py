@@ -53,7 +53,7 @@ def _host_mask_kernel(logits, logits_stride, vocab_size, place, num_words):
     if row < tl.load(place + 2):
         bits = tl.load(place).to(tl.pointer_type(tl.int32)) + row * tl.load(place + 1)
         words = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
-        # Each word comes once over the bus, many at a time, and is spread out then.
+        # Each word comes once, over the bus perhaps, many at a time, and is spread out then.
         word = tl.load(bits + words, mask=words < num_words, other=0)
         places = tl.arange(0, 32)[None, :]
         ids = words[:, None] * 32 + places

@@ -41,26 +41,23 @@ class MaskedDraws:
         self._staged = torch.empty((0, self._num_words), dtype=torch.int32)  # pinned; grows
         self._masks_memory = _KnownMemory(rows.device)
 
+    def note_wait(self, seconds: float) -> None:
+        """How long the host has waited for the step that it collected last."""
+        self._copies.waited_seconds = seconds
+
     def replay(
-        self,
-        made: Unsampled,
-        needs: SamplingNeeds,
-        slots: IntArray,
-        masks: TokenMasks | None,
-        *,
-        waited_seconds: float,
+        self, made: Unsampled, needs: SamplingNeeds, slots: IntArray, masks: TokenMasks | None
     ) -> Sampled | None:
         """Queue the draw of a step that a graph made; its first rows are those of `slots`.
 
-        The draw before must be done; the host has waited for it for `waited_seconds`. What it gives is valid
-        until the next replay. None: there is no memory for a graph.
+        The draw before must be done. What it gives is valid until the next replay. None: there is no
+        memory for a graph.
         """
         graph = self._graph(made, needs)
         if graph is None:
             return None
         bits = self._readable(slots, masks)
-        copied = self._copies.of(bits, waited_seconds=waited_seconds)
-        self._masks.are_at(bits.ctypes.data if copied is None else copied, bits)
+        self._masks.are_at(self._copies.address(bits), bits)
         graph.replay()
         return graph.made
 
@@ -111,7 +108,7 @@ class MaskedDraws:
 
 
 class _HostMasks(Changes):
-    """The masks of a step's first rows, wherever the host has them when a graph runs."""
+    """The masks of a step's first rows, wherever they are when a graph runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._known = (0, 0, 0)
@@ -141,27 +138,29 @@ class _EarlyCopies:
         self._shape = shape
         self._device = device
         self._room: _Room | None = None
+        self._can_copy = True
         self._are_made = False
-        self._have_memory = True
+        self.waited_seconds = 0.0  # see `MaskedDraws.note_wait`
 
-    def of(self, bits: IntArray, *, waited_seconds: float) -> int | None:
-        """The address of a copy for what is queued next in the usual stream; None: it had better read `bits`.
+    def address(self, bits: IntArray) -> int:
+        """Where what is queued next in the usual stream had better read them: a copy, or where they are.
 
         What read the copy before must be done, and `bits` stay as they are until what reads this one is.
+        Masks that are wider than the model's vocabulary are not copied: they do not lie side by side.
         """
         # The host waits less where it copies.
-        has_time = waited_seconds > (_SECONDS_LEFT if self._are_made else _SECONDS_TO_BEGIN)
-        room = self._open() if has_time and bits.flags.c_contiguous else None
-        self._are_made = room is not None
-        return None if room is None else room.copy(bits)
-
-    def _open(self) -> _Room | None:
-        if self._room is None and self._have_memory:
+        has_time = self.waited_seconds > (_SECONDS_LEFT if self._are_made else _SECONDS_TO_BEGIN)
+        self._are_made = False
+        if has_time and self._can_copy and bits.flags.c_contiguous:
             try:
-                self._room = _Room(self._shape, self._device)
-            except torch.OutOfMemoryError:
-                self._have_memory = False
-        return self._room
+                self._room = self._room or _Room(self._shape, self._device)
+                address = self._room.copy(bits)
+            except RuntimeError:  # want of memory, mostly: they can be read all the same
+                self._can_copy = False
+            else:
+                self._are_made = True
+                return address
+        return bits.ctypes.data
 
 
 class _Room:
@@ -170,7 +169,8 @@ class _Room:
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self._bits = torch.empty(shape, dtype=torch.int32, device=device)
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # None of those that are captured: torch has 32 of a priority, and hands them out again and again.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._copied = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which may use this memory yet
 

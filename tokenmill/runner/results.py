@@ -44,7 +44,7 @@ class Results:
         self._ready.record(torch.cuda.current_stream(device))
 
     def wait(self) -> float:
-        """Until the step is done; the seconds that it took."""
+        """Return when the step is done; how many seconds this call has waited for that."""
         began = time.perf_counter()
         if self._ready is not None:
             self._ready.synchronize()

@@ -129,7 +129,6 @@ class LocalRunner:
         self._threads = cpu_threads() if follows else None
         self._launched: _Launched | None = None
         self._in_flight: deque[Results] = deque()
-        self._waited_seconds = 0.0  # for the step that was collected last
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
         self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
 
@@ -182,7 +181,9 @@ class LocalRunner:
         results = self._in_flight.popleft()
         self._quarantine.collected(results.losses)
         try:
-            self._waited_seconds = results.wait()
+            seconds = results.wait()
+            if self._graphs is not None:
+                self._graphs.draws.note_wait(seconds)
             return results.result()
         except Exception as error:
             results.losses.fail_all(results.plan, self._quarantine.judge(error))
@@ -274,9 +275,7 @@ class LocalRunner:
         """Draw from the logits of a graph, whose rows after the plan's are spare ones."""
         needs = self._rows.masked_needs(plan.slots)
         if self._graphs is not None and needs is not None and not self._rows.hides_stops(plan):
-            sampled = self._graphs.draws.replay(
-                made, needs, plan.slots, masks, waited_seconds=self._waited_seconds
-            )
+            sampled = self._graphs.draws.replay(made, needs, plan.slots, masks)
             if sampled is not None:
                 return [_part(plan, sampled)]
         inputs, count = self._rows.sampling_inputs(plan), len(plan.slots)

@@ -22,7 +22,7 @@ def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Te
 
 
 def apply_host_masks(logits_RV: torch.Tensor, place_3: torch.Tensor) -> torch.Tensor:
-    """As `apply_masks` for the first rows, with masks that stay in the memory of the host. On CUDA only.
+    """As `apply_masks` for the first rows, with masks that may stay in the memory of the host. On CUDA only.
 
     `place_3` (int64, on the device of the logits) says where: the address of the first row's words, which
     the device must be able to read, the words from one row to the next, and the number of rows. It is read
