@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 
 from tokenmill.grammar.base import Backend, BadGrammar, Template
+from tokenmill.grammar.time_limits import TimeLimits
 from tokenmill.messages import Grammar
 
 logger = logging.getLogger("tokenmill")
@@ -39,6 +40,7 @@ class Compiler:
         """`seconds` is the time limit of one grammar; the `capacity` grammars used last are kept."""
         self._open_backend = open_backend
         self._seconds = seconds
+        self._limits = TimeLimits[_Job]((_LONG_SECONDS, self._replace), (seconds, self._give_up))
         self._capacity = capacity
         self._cache: OrderedDict[Grammar, Future[Template]] = OrderedDict()
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
@@ -90,6 +92,7 @@ class Compiler:
 
     def close(self) -> None:
         """End the threads that are idle; the others when they are done."""
+        self._limits.close()
         for _ in range(self._num_threads):
             self._jobs.put(_Job(None, -1))
 
@@ -111,22 +114,8 @@ class Compiler:
         except Exception as error:
             job.end(error if isinstance(error, BadGrammar) else BadGrammar(f"no backend: {error}"))
             return
-        timers = [
-            threading.Timer(_LONG_SECONDS, self._replace, [job]),
-            threading.Timer(self._seconds, self._give_up, [job]),
-        ]
-        for timer in timers:
-            timer.daemon = True
-            timer.start()
-        try:
-            outcome: Template | BadGrammar = backend.compile(grammar)
-        except BadGrammar as error:
-            outcome = error
-        except Exception as error:
-            logger.debug("a grammar library failed", exc_info=True)
-            outcome = BadGrammar(str(error).strip()[:500] or repr(error))
-        for timer in timers:
-            timer.cancel()
+        with self._limits.watch(job):
+            outcome = _compiled(backend, grammar)
         job.end(outcome)
 
     def _replace(self, job: _Job) -> None:
@@ -149,6 +138,17 @@ class Compiler:
             self._num_replaced -= was_replaced
         if not was_replaced:
             self._start_thread()
+
+
+def _compiled(backend: Backend, grammar: Grammar) -> Template | BadGrammar:
+    """The outcome; no error of a library is anything else."""
+    try:
+        return backend.compile(grammar)
+    except BadGrammar as error:
+        return error
+    except Exception as error:
+        logger.debug("a grammar library failed", exc_info=True)
+        return BadGrammar(str(error).strip()[:500] or repr(error))
 
 
 class _Job:
