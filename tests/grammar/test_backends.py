@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
-from tokenmill.grammar import BadGrammar, Matcher, Template
+from tokenmill.grammar import Backend, BadGrammar, Matcher, Template
 from tokenmill.grammar.backends import BACKENDS, check_backend, open_backend
 from tokenmill.messages import Grammar, GrammarKind
 
@@ -355,12 +356,17 @@ def test_of_many_tokens_those_that_do_not_follow_are_told(name: str) -> None:
     assert all(matcher.accept(tokens[0]) for index, matcher in enumerate(matchers) if index != 20)
 
 
+def with_many_threads(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """llguidance on a machine with many processors."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    return open_backend(EngineConfig(), VOCABULARY)
+
+
 def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    library = open_backend(EngineConfig(), VOCABULARY)
+    library = with_many_threads(monkeypatch)
     template = library.compile(Grammar("regex", "[ab]+"))
     monkeypatch.setattr(threading.Thread, "start", fail)
     matchers = many(template, 20)
@@ -369,8 +375,7 @@ def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pyte
 
 
 def test_a_copy_that_fails_leaves_its_grammar_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    library = open_backend(EngineConfig(), VOCABULARY)
+    library = with_many_threads(monkeypatch)
     template = library.compile(Grammar("regex", "[ab]+"))
 
     def fail() -> None:
@@ -383,11 +388,9 @@ def test_a_copy_that_fails_leaves_its_grammar_with_one(monkeypatch: pytest.Monke
 def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    library = open_backend(EngineConfig(), VOCABULARY)
+    library = with_many_threads(monkeypatch)
     template = library.compile(Grammar("regex", "[ab]+"))
     again, may_copy = template._again, threading.Event()  # type: ignore[attr-defined]
-    others = set(threading.enumerate())
 
     def copied() -> Any:
         assert may_copy.wait(10)
@@ -396,8 +399,10 @@ def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
     monkeypatch.setattr(template, "_again", copied)
     first = [matcher for _ in range(20) for matcher in many(template, 1)]
     may_copy.set()
-    for thread in set(threading.enumerate()) - others:
-        thread.join(10)
+    deadline = time.monotonic() + 10
+    while len(template._copies) < 8:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     later = many(template, 20)
     assert len({matcher.lock for matcher in first}) == 1  # type: ignore[attr-defined]
     assert len({matcher.lock for matcher in later}) == 8  # type: ignore[attr-defined]
@@ -408,8 +413,7 @@ def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
 
 def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that many follow is compiled once for each thread; its matchers do not notice."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    library = open_backend(EngineConfig(), VOCABULARY)
+    library = with_many_threads(monkeypatch)
     template = library.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}'))
     matchers = many(template, 64)
     assert len({matcher.lock for matcher in matchers}) > 4  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ COPY = 1
 
 
 class Room:
-    """Copies nothing; `problem` is raised by the making of a room, or by a copy."""
+    """Copies nothing; raises the problem that it has, if any."""
 
     made = 0
     problem_of_room: Exception | None = None

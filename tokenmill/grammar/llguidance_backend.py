@@ -90,7 +90,7 @@ class LlguidanceTemplate:
         self._num_copies = num_copies  # once many use it
         self._num_expected = 0
         self._num_matchers = 0
-        self._are_copies_begun = False
+        self._lacks_copies = num_copies > 1
         self._guard = threading.Lock()
 
     def expect(self, num_outputs: int) -> None:
@@ -101,7 +101,7 @@ class LlguidanceTemplate:
     def new(self) -> LlguidanceMatcher:
         """See `Template`. Copies are begun with the first matcher after many were expected."""
         with self._guard:
-            if self._num_expected >= _POPULAR and self._num_copies > 1 and not self._are_copies_begun:
+            if self._lacks_copies and self._num_expected >= _POPULAR:
                 self._begin_copies()
             self._num_matchers += 1
             copy = self._copies[self._num_matchers % len(self._copies)]
@@ -112,7 +112,7 @@ class LlguidanceTemplate:
 
         Earlier, the copies would keep the host from launching these; later, nobody waits for them.
         """
-        self._are_copies_begun = True
+        self._lacks_copies = False
         thread = threading.Thread(target=self._copy, name="tokenmill-grammar", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads can be had: one copy will do
             thread.start()

@@ -6,6 +6,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 _Work = TypeVar("_Work")
@@ -16,8 +18,9 @@ class TimeLimits(Generic[_Work]):
 
     def __init__(self, *limits: tuple[float, Callable[[_Work], None]]) -> None:
         """Each limit: seconds from the begin of a piece, and what is called with it then, in that thread."""
-        self._limits = sorted(limits, key=lambda limit: limit[0])
-        self._under_way: list[_UnderWay[_Work]] = []
+        self._limits = limits
+        # Of the work that is under way: when it passes a limit, and the call that is due then.
+        self._alarms: set[tuple[float, partial[None]]] = set()
         self._changed = threading.Condition()
         self._has_thread = False
         self._waits_for_work = False
@@ -26,9 +29,10 @@ class TimeLimits(Generic[_Work]):
     @contextlib.contextmanager
     def watch(self, work: _Work) -> Iterator[None]:
         """The block does this work. If no thread can be had, nobody is told how long it takes."""
-        entry = _UnderWay(work)
+        began = time.monotonic()
+        alarms = {(began + seconds, partial(call, work)) for seconds, call in self._limits}
         with self._changed:
-            self._under_way.append(entry)
+            self._alarms |= alarms
             if not self._has_thread:
                 with contextlib.suppress(RuntimeError):
                     threading.Thread(target=self._tell, name="tokenmill-time-limits", daemon=True).start()
@@ -39,7 +43,7 @@ class TimeLimits(Generic[_Work]):
             yield
         finally:
             with self._changed:
-                self._under_way.remove(entry)
+                self._alarms -= alarms
 
     def close(self) -> None:
         """Tell nobody any more."""
@@ -48,47 +52,21 @@ class TimeLimits(Generic[_Work]):
             self._changed.notify()
 
     def _tell(self) -> None:
-        while late := self._wait_for_late():
-            for call, work in late:
+        while calls := self._wait_for_calls():
+            for call in calls:
                 with contextlib.suppress(RuntimeError):  # it could not have a thread
-                    call(work)
+                    call()
 
-    def _wait_for_late(self) -> list[tuple[Callable[[_Work], None], _Work]]:
-        """What is to be called now; nothing any more: nobody is to be told."""
+    def _wait_for_calls(self) -> list[partial[None]]:
+        """What is due now; nothing any more: nobody is to be told."""
         with self._changed:
             while not self._is_closed:
-                if late := self._take_late():
-                    return late
-                seconds = self._seconds_left()
-                self._waits_for_work = seconds is None
-                self._changed.wait(seconds)
+                alarms, now = sorted(self._alarms, key=itemgetter(0)), time.monotonic()
+                due = [alarm for alarm in alarms if alarm[0] <= now]
+                if due:
+                    self._alarms.difference_update(due)
+                    return [call for _, call in due]
+                self._waits_for_work = not alarms
+                self._changed.wait(alarms[0][0] - now if alarms else None)
                 self._waits_for_work = False
         return []
-
-    def _take_late(self) -> list[tuple[Callable[[_Work], None], _Work]]:
-        """The limits that were passed since the last time."""
-        late, now = [], time.monotonic()
-        for entry in self._under_way:
-            for seconds, call in self._limits[entry.num_passed :]:
-                if entry.began + seconds <= now:
-                    entry.num_passed += 1
-                    late.append((call, entry.work))
-        return late
-
-    def _seconds_left(self) -> float | None:
-        """Until the next limit is passed, if no work ends before; None: there is none left to pass."""
-        passed = [
-            entry.began + self._limits[entry.num_passed][0]
-            for entry in self._under_way
-            if entry.num_passed < len(self._limits)
-        ]
-        return max(0.0, min(passed) - time.monotonic()) if passed else None
-
-
-class _UnderWay(Generic[_Work]):
-    """A piece of work, since when it is under way, and how many limits it has passed."""
-
-    def __init__(self, work: _Work) -> None:
-        self.work = work
-        self.began = time.monotonic()
-        self.num_passed = 0

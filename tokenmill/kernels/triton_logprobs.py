@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.triton_sampling import LOG2_E
+
 # Beyond this many, taking maximum after maximum is slower than sorting.
 MOST_TOP = 32
 
@@ -24,8 +26,6 @@ _GIVEN_AT_ONCE = tl.constexpr(128)
 _NO_STRIPE = tl.constexpr(2**24)  # its ids are past every vocabulary
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _PIECE = tl.constexpr(8)  # ids of a lane: logits of two bytes that one load takes
-_LANES = tl.constexpr(4096 // 8)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _INSTEAD_OF_INFINITY = tl.constexpr(2.0**127)
 
 
@@ -94,11 +94,11 @@ def _summarize_kernel(
     """One block: its maximum, the sum of exp((logit - maximum) / temperature), the maxima of its stripes."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    ids = block * _BLOCK + tl.arange(0, _LANES)[:, None] * _PIECE + tl.arange(0, _PIECE)[None, :]
+    ids = block * _BLOCK + tl.arange(0, _BLOCK // _PIECE)[:, None] * _PIECE + tl.arange(0, _PIECE)[None, :]
     logits += row * stride_logits
     is_token = ids < vocab_size
     values = tl.load(logits + ids, mask=is_token, other=float("-inf")).to(tl.float32)
-    scale = _LOG2_E / tl.load(temperatures + row)
+    scale = LOG2_E / tl.load(temperatures + row)
     maximum, total = _sum(values, scale)
     if total != total:  # rare, and cleaning all values would take longer than reading these again
         values = _cleaned(tl.load(logits + ids, mask=is_token, other=float("-inf")))

@@ -24,7 +24,7 @@ STRIPE = tl.constexpr(64)
 TILE_STRIPES = tl.constexpr(64)
 
 _WEIGHT_ONE = tl.constexpr(2.0**40)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _LARGEST = tl.constexpr(2.0**127)  # logits beyond it, +inf among them, count as this
 _INSTEAD_OF_NAN = tl.constexpr(1.5 * 2.0**127)  # larger than any logit, so that a row's maximum tells it
@@ -131,7 +131,7 @@ def _told(token, maximum):
 @triton.jit
 def _scale(temperature):
     bounded = tl.minimum(tl.maximum(temperature, _LOWEST_TEMPERATURE), _HIGHEST_TEMPERATURE)
-    return tl.div_rn(tl.full([], _LOG2_E, tl.float32), bounded)
+    return tl.div_rn(tl.full([], LOG2_E, tl.float32), bounded)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ class Results:
         """What the step made, once it is done."""
         plan = self.plan
         drawn = [part for part in self._parts if part.sampled is not None]
-        tokens = _tokens(drawn[0]) if len(drawn) == 1 else _joined_tokens(drawn)
+        tokens = np.concatenate([_tokens(part) for part in drawn]) if drawn else np.zeros(0, np.int32)
         token_ids = np.full(len(plan.samples), -1, dtype=np.int32)
         if self.losses or any(part.has_extras for part in self._parts) or (tokens < 0).any():
             return self._uncommon_result(token_ids, tokens, drawn)
@@ -151,10 +151,6 @@ def _tokens(part: DrawnPart) -> IntArray | LongArray:
     return tokens if part.places is None else tokens[part.places]
 
 
-def _joined_tokens(drawn: list[DrawnPart]) -> IntArray | LongArray:
-    return np.concatenate([_tokens(part) for part in drawn]) if drawn else np.zeros(0, np.int32)
-
-
 def _logprobs(drawn: list[DrawnPart]) -> Logprobs | None:
     """Of all rows that draw; all parts are of the same widths."""
     found = [
@@ -167,8 +163,7 @@ def _logprobs(drawn: list[DrawnPart]) -> Logprobs | None:
 
 def _columns(logprobs: TokenLogprobs, places: LongArray | slice | None = None) -> Logprobs:
     if places is not None:
-        rows = places if isinstance(places, slice) else torch.from_numpy(places)
-        logprobs = TokenLogprobs(logprobs.packed_RC[rows], logprobs.num_top)
+        logprobs = TokenLogprobs(torch.from_numpy(logprobs.packed_RC.numpy()[places]), logprobs.num_top)
     return Logprobs(
         token_N=logprobs.token_R.numpy(),
         top_NK=logprobs.top_RK.numpy(),
