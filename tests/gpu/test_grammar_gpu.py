@@ -94,7 +94,7 @@ def test_the_first_steps_replay_what_was_captured_while_the_grammar_was_compiled
         engine.generate("Once upon a time. " * 20, {"max_new_tokens": 2})  # waits for all kernels
         captured.clear()
         assert re.fullmatch(PATTERN, engine.generate("Once", params)["text"])
-    assert captured.index("compiled") == 2  # the forward pass and the draw came before
+    assert captured.index("compiled") == 2  # logits and draw, behind the forward pass of before
     assert captured[2:] == ["compiled"]
 
 

@@ -53,9 +53,20 @@ def test_each_text_is_compiled_once(library: SlowLibrary) -> None:
     futures = [compiler.compile(regex(text)) for text in "abab"]
     assert [future.result(10) for future in futures] == [f"template of {text}" for text in "abab"]
     assert sorted(library.compiled) == ["a", "b"]
-    compiler.clear()
-    assert compiler.compile(regex("a")).result(10)
-    assert sorted(library.compiled) == ["a", "a", "b"]
+    compiler.close()
+
+
+def test_only_failures_are_forgotten(library: SlowLibrary) -> None:
+    def compile_both() -> list[str]:
+        assert compiler.compile(regex("a")).result(10)
+        with pytest.raises(BadGrammar, match="it is bad"):
+            compiler.compile(regex("bad")).result(10)
+        return sorted(library.compiled)
+
+    compiler = Compiler(lambda: library)
+    assert compile_both() == compile_both() == ["a", "bad"]
+    compiler.forget_failures()
+    assert compile_both() == ["a", "bad", "bad"]
     compiler.close()
 
 

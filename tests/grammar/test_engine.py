@@ -163,10 +163,14 @@ def test_a_bad_row_of_a_stream_says_why(plain: Any) -> None:
     assert "other" in reason["message"]
 
 
-def test_cache_of_grammars_is_flushed(plain: Any) -> None:
+def test_a_grammar_is_followed_after_the_cache_is_flushed(plain: Any) -> None:
     assert plain.generate("x", {"regex": "a"})["text"] == "a"
+    with pytest.raises(RequestFailed, match="other"):
+        plain.generate("x", {"ebnf": "root ::= other"})
     assert plain.flush_cache().success
     assert plain.generate("x", {"regex": "a"})["text"] == "a"
+    with pytest.raises(RequestFailed, match="other"):
+        plain.generate("x", {"ebnf": "root ::= other"})
 
 
 def test_grammar_and_log_probabilities(plain: Any) -> None:

@@ -1,73 +1,208 @@
-"""Which graph takes a step: one that is captured for it, or one that serves until there is time for that.
+"""Steps of rows that decode as graphs: which graph takes a step, and that it draws what plain steps draw.
 
 A device without memory for another graph goes on with those it has, or without.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import tokenmill as sgl
+from tests.runner.conftest import GraphCalls
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.recorder import StepKind
 from tokenmill.sampling import SamplingNeeds
 
-pytestmark = pytest.mark.cpu
+pytestmark = [
+    pytest.mark.cpu,
+    # Triton's interpreter turns one-element arrays into loop bounds.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 
-PLAIN = StepKind(SamplingNeeds(random=True, filters=False))
+KIND = StepKind()
+PLAIN = SamplingNeeds(random=True, filters=False)
+FILTERED = SamplingNeeds(random=True, filters=True)
+PENALIZED = SamplingNeeds(random=True, filters=False, penalties=True)
 
 
-@pytest.fixture
-def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> graphs.DecodeGraphs:
-    """Graphs that are captured without a device, up to 64 rows; sizes above 16 need too much memory.
+class MadeGraphs(graphs.DecodeGraphs):
+    """Captured without a device, up to 64 rows; sizes above 16 need too much memory, as do penalties.
 
     After one step with padding a smaller graph is wanted.
     """
-    policy = CapturePolicy(64, row_seconds=0.02)
-    nothing: Any = None
-    made = graphs.DecodeGraphs(nothing, nothing, policy=policy, recorder=nothing)
 
-    def capture(size: int, kind: StepKind) -> Any:
+    def __init__(self) -> None:
+        nothing: Any = None
+        policy = CapturePolicy(64, row_seconds=0.02)
+        super().__init__(nothing, nothing, policy=policy, recorder=nothing)
+        self.captured: list[Any] = []
+
+    def size_for(self, num_rows: int, needs: SamplingNeeds | None = PLAIN) -> int | None:
+        """Rows of the graph that takes such a step; None: it is launched kernel by kernel."""
+        captured = self._graph(num_rows, KIND, needs)
+        assert captured is None or needs in captured.ends
+        return None if captured is None else captured.inputs_FB.shape[1]
+
+    def _capture(self, size: int, kind: StepKind) -> Any:
         if size > 16:
             raise torch.OutOfMemoryError
-        policy.captured(size, kind, seconds=0.01)
-        return size
+        self.captured.append(size)
+        return SimpleNamespace(
+            graph=SimpleNamespace(seconds=0.01), inputs_FB=torch.empty(4, size, device="meta"), ends={}
+        )
 
-    monkeypatch.setattr(made, "_capture", capture)
-    return made
-
-
-def test_graphs_that_exist_are_used_when_memory_is_out(decode_graphs: graphs.DecodeGraphs) -> None:
-    assert decode_graphs._graph(9, PLAIN) == 16
-    assert decode_graphs._graph(20, PLAIN) is None
-    assert decode_graphs._graph(2, PLAIN) == 16
-    assert decode_graphs._graph(1, StepKind(SamplingNeeds(random=True, filters=True))) is None
-    assert decode_graphs._graph(64, PLAIN) is None
+    def _capture_end(self, captured: Any, needs: SamplingNeeds | None) -> Any:
+        if needs == PENALIZED:
+            raise torch.OutOfMemoryError
+        self.captured.append(needs)
+        return object()
 
 
-def test_a_smaller_graph_can_wait(decode_graphs: graphs.DecodeGraphs) -> None:
-    assert decode_graphs._graph(9, PLAIN) == 16
-    assert decode_graphs.wanted_seconds == 0
-    assert decode_graphs._graph(2, PLAIN) == 16
-    assert decode_graphs.wanted_seconds == 0.01
-    decode_graphs.capture_wanted()
-    assert decode_graphs.wanted_seconds == 0
-    assert decode_graphs._graph(2, PLAIN) == 2
-    decode_graphs.capture_wanted()
-    assert decode_graphs._graph(4, PLAIN) == 16  # nothing else was captured
+@pytest.fixture
+def made() -> MadeGraphs:
+    return MadeGraphs()
 
 
-def test_a_graph_is_not_wanted_forever(decode_graphs: graphs.DecodeGraphs) -> None:
-    assert [decode_graphs._graph(rows, PLAIN) for rows in (9, 2, 2)] == [16, 16, 2]
-    assert decode_graphs.wanted_seconds == 0
+def test_graphs_that_exist_are_used_when_memory_is_out(made: MadeGraphs) -> None:
+    assert made.size_for(9) == 16
+    assert made.size_for(20) is None
+    assert made.size_for(2) == 16
+    assert made.size_for(1, FILTERED) is None
+    assert made.size_for(64) is None
+    assert made.captured == [16, PLAIN]
 
 
-def test_a_wanted_graph_for_which_there_is_no_memory(decode_graphs: graphs.DecodeGraphs) -> None:
-    decode_graphs._graph(9, PLAIN)
-    decode_graphs._wanted = 24, PLAIN
-    decode_graphs.capture_wanted()
-    assert decode_graphs.wanted_seconds == 0
-    assert [decode_graphs._graph(rows, PLAIN) for rows in (2, 2, 2)] == [16, 16, 16]
+def test_a_smaller_graph_can_wait(made: MadeGraphs) -> None:
+    assert made.size_for(9) == 16
+    assert made.wanted_seconds == 0
+    assert made.size_for(2) == 16
+    assert made.wanted_seconds == 0.01
+    made.capture_wanted()
+    assert made.wanted_seconds == 0
+    assert made.size_for(2) == 2
+    made.capture_wanted()
+    assert made.size_for(4) == 16  # nothing else was captured
+
+
+def test_a_graph_is_not_wanted_forever(made: MadeGraphs) -> None:
+    assert [made.size_for(rows) for rows in (9, 2, 2)] == [16, 16, 2]
+    assert made.wanted_seconds == 0
+
+
+def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
+    """Nothing can be launched before they are drawn, so there will not be more time than now."""
+    assert [made.size_for(rows, None) for rows in (9, 2)] == [16, 2]
+
+
+def test_a_wanted_graph_for_which_there_is_no_memory(made: MadeGraphs) -> None:
+    made.size_for(9)
+    made._wanted = 24, KIND, PLAIN
+    made.capture_wanted()
+    assert made.wanted_seconds == 0
+    assert [made.size_for(rows) for rows in (2, 2, 2)] == [16, 16, 16]
+
+
+def test_one_forward_pass_has_several_ends(made: MadeGraphs) -> None:
+    assert [made.size_for(9, needs) for needs in (PLAIN, None, FILTERED, PLAIN)] == [16, 16, 16, 16]
+    assert made.captured == [16, PLAIN, None, FILTERED]
+
+
+def test_without_memory_for_an_end_a_larger_graph_that_has_it_serves(made: MadeGraphs) -> None:
+    assert [made.size_for(9), made.size_for(9, FILTERED), made.size_for(2), made.size_for(2)] == [
+        16,
+        16,
+        16,
+        2,
+    ]
+    assert made.size_for(2, PENALIZED) is None
+    assert made.size_for(2, FILTERED) == 16
+    assert made.size_for(2) == 2
+
+
+def test_a_step_is_not_kept_where_there_is_no_memory_for_its_end(made: MadeGraphs) -> None:
+    made.size_for(9)
+    made._wanted = 2, KIND, PENALIZED
+    made.capture_wanted()
+    assert made.size_for(2) == 16
+
+
+PROMPTS = [[3, 5, 8], [7], [2, 200, 31, 4], [9, 9], [100]]
+# Rows that draw in the same way, then in other ways; the last two kinds are drawn late.
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.3, "sampling_seed": 5},
+    {"temperature": 1.1, "top_p": 0.7, "sampling_seed": 6},
+    {"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    {"temperature": 0, "logit_bias": {"7": 2.0}},
+    {"temperature": 0, "min_new_tokens": 4, "stop_token_ids": list(range(0, 256, 2)), "ignore_eos": False},
+    {"temperature": 0.8, "sampling_seed": 7, "custom_params": {"token_ids": [3, 5, 8]}},
+]
+
+
+def run(folder: Path, **settings: Any) -> list[Any]:
+    """Ids and log-probabilities: each way to draw by itself, then rows of all ways side by side."""
+    arguments = {"dtype": "float32", "device": "cpu", "max_running_requests": 8, **settings}
+    plain = {"max_new_tokens": 5, "ignore_eos": True}
+    found: list[Any] = []
+    with sgl.Engine(model_path=str(folder), **arguments) as engine:
+        for chosen in ([each] * 3 for each in (*WAYS, WAYS[0])):
+            found += generate(engine, [{**plain, **each} for each in chosen], shown=[False] * 3)
+        found += generate(engine, [{**plain, **each} for each in WAYS], shown=[True, False] * 3 + [True])
+    return found
+
+
+def generate(engine: sgl.Engine, params: list[dict[str, Any]], shown: list[bool]) -> list[Any]:
+    processors = ["allowed_tokens" if "custom_params" in each else None for each in params]
+    results = engine.generate(
+        input_ids=[PROMPTS[index % len(PROMPTS)] for index in range(len(params))],
+        sampling_params=params,
+        custom_logit_processor=processors if any(processors) else None,
+        return_logprob=shown,
+    )
+    return [(each["output_ids"], each["meta_info"].get("output_token_logprobs")) for each in results]
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    for (_, logprobs), (_, others) in zip(found, expected, strict=True):
+        assert (logprobs is None) == (others is None)
+        if logprobs:
+            assert [each[0] for each in logprobs] == pytest.approx([each[0] for each in others], abs=1e-4)
+
+
+def test_every_way_to_draw_gives_what_plain_steps_give(
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls
+) -> None:
+    folder, calls = make_model("qwen3", num_hidden_layers=1), graphs_on_the_cpu
+    found = run(folder)
+    forwards = [
+        title for title in calls.captured if title.endswith("needs=None)") and "StepShape" not in title
+    ]
+    assert 0 < len(forwards) == len(set(forwards))  # however their tokens were drawn
+    assert len(calls.captured_draws) > len(forwards)
+    replayed = calls.replayed
+    same(found, run(folder, disable_cuda_graph=True))
+    assert calls.replayed == replayed
+
+
+@pytest.mark.parametrize("title", ["the draw", "the logits"])
+def test_without_memory_for_an_end_steps_are_plain(
+    make_model: Callable[..., Path],
+    graphs_on_the_cpu: GraphCalls,
+    caplog: pytest.LogCaptureFixture,
+    title: str,
+) -> None:
+    folder = make_model("qwen3", num_hidden_layers=1)
+    graphs_on_the_cpu.full_for = title
+    with caplog.at_level("WARNING", "tokenmill"):
+        found = run(folder, log_level="warning")
+    told = [each for each in caplog.messages if "no memory is left to capture" in each and "rows" in each]
+    assert len(told) == 1
+    same(found, run(folder, disable_cuda_graph=True))

@@ -1,15 +1,12 @@
 """Steps with prompts from what a graph reads give the tokens of steps that are launched kernel by kernel.
 
-There is no GPU here: a graph is the function that would be captured, called again at each replay, and the
-kernels run in Triton's interpreter.
+There is no GPU here; see `graphs_on_the_cpu`.
 """
 
 from __future__ import annotations
 
 import random
-import runpy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,9 @@ import pytest
 import torch
 
 import tokenmill as sgl
+from tests.runner.conftest import GraphCalls
 from tokenmill.messages import StepPlan
-from tokenmill.runner import prompt_graphs, recorder
+from tokenmill.runner import graphs, prompt_graphs, recorder
 from tokenmill.sampling import SamplingNeeds
 
 pytestmark = [
@@ -32,57 +30,9 @@ pytestmark = [
 PAGES = ("page_slots", "page_groups", "page_columns", "page_ids")
 
 
-@dataclass
-class Calls:
-    """What stands in for the device's graphs has done; those of draws are counted apart."""
-
-    captured: list[str] = field(default_factory=list)
-    replayed: int = 0
-    captured_draws: list[str] = field(default_factory=list)
-    replayed_draws: int = 0
-    full_for: str | None = None  # there is no memory for graphs whose title begins so
-
-
-@pytest.fixture
-def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    interpreter = runpy.run_path(str(Path(__file__).parents[1] / "kernels" / "interpreter.py"))
-    if interpreter["device"]() != "cpu":
-        pytest.skip("there is a GPU, whose tests do the same")
-    from tokenmill.attention import triton_backend
-    from tokenmill.runner import graphs, hardware, runner
-
-    calls = Calls()
-
-    class Replay:
-        def __init__(self, step: Callable[[], Any], *, draws: bool) -> None:
-            self.step, self.made, self.seconds = step, step(), 0.0
-            self.draws = draws
-
-        def replay(self) -> None:
-            calls.replayed += not self.draws
-            calls.replayed_draws += self.draws
-            self.made.copy_(self.step())  # always the same memory
-
-    class Again:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def record(self, step: Callable[[], Any], title: str, *, may_run: bool = True) -> Replay:
-            if calls.full_for is not None and title.startswith(calls.full_for):
-                raise torch.OutOfMemoryError(title)
-            draws = title.startswith("the draw")
-            (calls.captured_draws if draws else calls.captured).append(title)
-            return Replay(step, draws=draws)
-
-    monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")
-    monkeypatch.setattr(runner, "Recorder", Again)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
-    monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 0)
-    monkeypatch.setattr(triton_backend, "SHARING_BYTES", 0)  # these models are too small for it to pay
-    # Only steps with prompts are of interest.
+@pytest.fixture(autouse=True)
+def only_steps_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs.DecodeGraphs, "replay", lambda *_, **__: None)
-    return calls
 
 
 def prompts(shared: int = 0) -> list[list[int]]:
@@ -110,7 +60,7 @@ def uncached(folder: Path, **settings: Any) -> sgl.Engine:
 def test_greedy_tokens_are_those_of_transformers(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
 ) -> None:
     folder, lengths, shared = make_model("qwen3", num_hidden_layers=1), [3, 2, 3, 3, 1, 2], 18
     rows = generate(folder, prompts(shared), lengths)
@@ -125,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_long_steps_give_the_tokens_of_transformers(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They have much room to spare, and attend in the last layer for the tokens that are sampled only."""
@@ -144,7 +94,7 @@ def test_long_steps_give_the_tokens_of_transformers(
 
 
 def test_drawn_tokens_are_those_of_plain_steps(
-    make_model: Callable[..., Path], graphs_on_the_cpu: Calls
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls
 ) -> None:
     folder, lengths = make_model("qwen2", num_hidden_layers=1), [2, 3, 1, 2, 4, 2]
     sampling = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "sampling_seed": 11}
@@ -156,7 +106,7 @@ def test_drawn_tokens_are_those_of_plain_steps(
 
 
 def test_rows_with_extras_get_what_plain_steps_give_them(
-    make_model: Callable[..., Path], graphs_on_the_cpu: Calls
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls
 ) -> None:
     """Such steps end before the logits: what is drawn and shown is up to what the rows ask for."""
     changes: list[dict[str, Any]] = [
@@ -202,7 +152,7 @@ def test_rows_with_extras_get_what_plain_steps_give_them(
 @pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("no")])
 def test_prompts_are_shown_when_that_fails_after_a_graph(
     make_model: Callable[..., Path],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
 ) -> None:
@@ -251,7 +201,7 @@ def numbers_in(nested: Any) -> list[float]:
 def test_without_memory_for_a_graph_steps_are_plain(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     title: str,
@@ -271,7 +221,7 @@ def test_without_memory_for_a_graph_steps_are_plain(
 def test_a_draw_that_is_captured_later_touches_no_row(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here a capture runs what it records, as one does that fails at first."""
@@ -288,7 +238,7 @@ def test_a_draw_that_is_captured_later_touches_no_row(
 
 
 def test_a_larger_graph_serves_on_where_a_draw_finds_no_memory(
-    make_model: Callable[..., Path], graphs_on_the_cpu: Calls, monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
     monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 1)
@@ -303,7 +253,7 @@ def test_a_larger_graph_serves_on_where_a_draw_finds_no_memory(
 
 
 def test_a_shape_gets_a_graph_when_it_has_come_often(
-    make_model: Callable[..., Path], graphs_on_the_cpu: Calls, monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 2)
     with sgl.Engine(
@@ -320,7 +270,7 @@ def test_a_shape_gets_a_graph_when_it_has_come_often(
 def test_a_larger_graph_serves_until_a_shape_has_its_own(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
@@ -337,7 +287,7 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
 def test_one_graph_of_a_long_step_serves_however_tokens_are_drawn(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
@@ -363,7 +313,7 @@ def test_one_graph_of_a_long_step_serves_however_tokens_are_drawn(
 def test_only_so_many_shapes_get_a_graph(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
-    graphs_on_the_cpu: Calls,
+    graphs_on_the_cpu: GraphCalls,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
@@ -379,7 +329,7 @@ def test_only_so_many_shapes_get_a_graph(
 
 
 def test_all_that_is_left_over_is_a_prompt_of_the_spare_row() -> None:
-    kind = recorder.StepKind(SamplingNeeds(random=True, filters=False))
+    kind = recorder.StepKind(needs=SamplingNeeds(random=True, filters=False))
     shape = prompt_graphs.StepShape(
         tokens=16, decodes=8, prompts=4, long_queries=False, long_prefixes=False, kind=kind
     )

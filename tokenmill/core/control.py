@@ -106,7 +106,7 @@ class Control:
             busy = self._scheduler.num_running + self._scheduler.num_waiting
             return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
         self._cache.flush()
-        self._grammars.clear()
+        self._grammars.forget_failures()
         return True, "the prefix cache is empty"
 
     def _load(self) -> dict[str, int]:

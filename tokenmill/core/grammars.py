@@ -232,10 +232,10 @@ class Grammars:
                 column = bits[of_these, word]
                 bits[of_these, word] = np.where(are_complete[of_these], column | end_bits, column & ~end_bits)
 
-    def clear(self) -> None:
-        """Forget what was compiled."""
+    def forget_failures(self) -> None:
+        """See `Compiler.forget_failures`; no row follows a grammar now."""
         self._rows = None
-        self._compiler.clear()
+        self._compiler.forget_failures()
 
     def close(self) -> None:
         """End the compiler's threads."""

@@ -86,9 +86,12 @@ class Compiler:
         with contextlib.suppress(Exception):  # the first grammar meets it again, and has somebody to tell
             self.backend().compile(_SMALL)
 
-    def clear(self) -> None:
-        """Forget every grammar; templates in use stay valid."""
-        self._cache.clear()
+    def forget_failures(self) -> None:
+        """Compile anew, when they come again, the grammars that could not be compiled: others may have had
+        the machine's time. What was compiled depends on its text alone, and stays."""
+        for grammar, future in list(self._cache.items()):
+            if future.done() and future.exception() is not None:
+                del self._cache[grammar]
 
     def close(self) -> None:
         """End the threads that are idle; the others when they are done."""

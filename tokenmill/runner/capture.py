@@ -42,13 +42,13 @@ class CapturePolicy:
         self._row_seconds = row_seconds
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending
         self._padding_seconds = 0.0
-        self._may_capture = True
+        self.may_capture = True  # whether the device has memory for it, as far as is known
         self.capture_seconds = _CAPTURE_SECONDS  # what a capture takes, by the last one
 
     def choose(self, num_rows: int, kind: Hashable) -> int | None:
         """The size to use; if it is not captured yet, it is wanted now. None: no graph can be had."""
         exact, best = at_least(self._sizes, num_rows), self.serving(num_rows, kind)
-        if best == exact or not self._may_capture:
+        if best == exact or not self.may_capture:
             return best
         if best is None:
             return at_least(self._doubling, num_rows)
@@ -70,7 +70,7 @@ class CapturePolicy:
 
     def stop(self) -> None:
         """Capture no more: the device has no memory for it."""
-        self._may_capture = False
+        self.may_capture = False
 
 
 def at_least(ascending: Sequence[int], wanted: int) -> int:

@@ -1,14 +1,16 @@
 """CUDA graphs for steps in which every row decodes. Which sizes there are is decided in `capture.py`.
 
-A graph holds the whole step: page-table entries, last tokens, embedding, layers, logits, sampling, and the
-write of the new last tokens; a late one ends with the logits. Its inputs are the rows' slots, positions and
-new pages, in one copy; everything else lies in the persistent rows.
+A graph holds a step up to its hidden states: page-table entries, last tokens, embedding, layers. Its inputs
+are the rows' slots, positions and new pages, in one copy; everything else lies in the persistent rows.
+A small graph behind it does the rest: logits, draw and the write of the new last tokens, for one way to
+draw, or only the logits for a late step. So a new way to draw takes a millisecond to capture, and one more
+launch costs a step 0 to 5 microseconds.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,18 +19,29 @@ from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
-from tokenmill.runner.recorder import Graph, Recorder, StepKind, step_kind
-from tokenmill.sampling import SamplingColumns
+from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
+from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
 _log = logging.getLogger("tokenmill")
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """B rows up to their hidden states, and what a draw reads of them."""
+
+    hidden_BD: torch.Tensor
+    slots_B: torch.Tensor  # int64
+    columns: SamplingColumns
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     """A captured step for a fixed number of rows. The tensors are the graph's own."""
 
-    graph: Graph[Sampled | Unsampled]
+    graph: Graph[Forwarded]
     inputs_FB: torch.Tensor  # int32, see `read_rows`
+    # What may come behind it: a draw that does what is needed, and for late steps (None) the logits alone.
+    ends: dict[SamplingNeeds | None, Graph[Sampled] | Graph[Unsampled]] = field(default_factory=dict)
 
 
 class DecodeGraphs:
@@ -41,7 +54,7 @@ class DecodeGraphs:
         self._recorder = recorder
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
         # To be captured, while a larger one serves. No other step can be launched before a late one is drawn.
-        self._wanted: tuple[int, StepKind] | None = None
+        self._wanted: tuple[int, StepKind, SamplingNeeds | None] | None = None
 
     @property
     def wanted_seconds(self) -> float:
@@ -60,59 +73,114 @@ class DecodeGraphs:
         What it made is valid until the next replay. None: there is no graph that is large enough, and no
         memory to capture one.
         """
-        captured = self._graph(len(plan.slots), step_kind(self._rows, plan, late=late))
+        needs = None if late else drawing_needs(self._rows, plan)
+        captured = self._graph(len(plan.slots), step_kind(self._rows, plan), needs)
         if captured is None:
             return None
         inputs = self._rows.decode_inputs(plan, size=captured.inputs_FB.shape[1])
         captured.inputs_FB.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return captured.graph.made
+        captured.ends[needs].replay()
+        return captured.ends[needs].made
 
-    def expect(self, num_rows: int, kind: StepKind) -> Sampled | Unsampled | None:
-        """Have a graph for such a step before it comes; what it will make. None: there is no memory."""
-        captured = self._graph(num_rows, kind)
-        return None if captured is None else captured.graph.made
+    def expect_late(self, num_rows: int, kind: StepKind) -> Unsampled | None:
+        """Have a graph for such a late step before it comes; what it will make. None: there is no memory."""
+        captured = self._graph(num_rows, kind, None)
+        made = None if captured is None else captured.ends[None].made
+        return made if isinstance(made, Unsampled) else None
 
-    def _graph(self, num_rows: int, kind: StepKind) -> _Captured | None:
-        """A graph for at least so many rows. What the policy wants is captured now, unless another serves:
-        then there is time for it at `capture_wanted`, but only until the policy wants one again.
+    def _graph(self, num_rows: int, kind: StepKind, needs: SamplingNeeds | None) -> _Captured | None:
+        """A graph for at least so many rows, with the end that they need. What the policy wants is captured
+        now, unless another serves: then there is time for it at `capture_wanted`, but only until the policy
+        wants one again.
         """
         size = self._policy.choose(num_rows, kind)
         if size is not None and (size, kind) not in self._graphs:
             serving = self._policy.serving(num_rows, kind)
-            if serving is not None and self._wanted is None and not kind.late:
-                self._wanted, size = (size, kind), serving
+            if serving is not None and self._wanted is None and needs is not None:
+                self._wanted, size = (size, kind, needs), serving
             else:
                 self._wanted = None
-                self._capture_if_possible(size, kind)
+                self._capture_if_possible(size, kind, needs)
                 size = self._policy.serving(num_rows, kind)
-        return None if size is None else self._graphs[size, kind]
+        if size is None:
+            return None
+        captured = self._graphs[size, kind]
+        if needs in captured.ends or self._add_end(captured, needs):
+            return captured
+        return self._larger(num_rows, kind, needs)
 
-    def _capture_if_possible(self, size: int, kind: StepKind) -> None:
+    def _capture_if_possible(self, size: int, kind: StepKind, needs: SamplingNeeds | None) -> None:
+        """Capture a step and its end; without memory for both, neither is kept."""
         try:
-            self._graphs[size, kind] = self._capture(size, kind)
+            captured = self._capture(size, kind)
         except torch.OutOfMemoryError:
-            _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
-            self._policy.stop()
+            self._stop(size)
+            return
+        if self._add_end(captured, needs):
+            self._graphs[size, kind] = captured
+            self._policy.captured(size, kind, seconds=captured.graph.seconds)
+
+    def _add_end(self, captured: _Captured, needs: SamplingNeeds | None) -> bool:
+        """Capture an end; whether there was memory for it."""
+        if not self._policy.may_capture:
+            return False
+        try:
+            captured.ends[needs] = self._capture_end(captured, needs)
+        except torch.OutOfMemoryError:
+            self._stop(captured.inputs_FB.shape[1])
+            return False
+        return True
+
+    def _stop(self, size: int) -> None:
+        _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
+        self._policy.stop()
+
+    def _larger(self, num_rows: int, kind: StepKind, needs: SamplingNeeds | None) -> _Captured | None:
+        """Where nothing more can be captured: the smallest graph that will do and has this end."""
+        fitting = {
+            size: each
+            for (size, its_kind), each in self._graphs.items()
+            if size >= num_rows and its_kind == kind and needs in each.ends
+        }
+        return fitting[min(fitting)] if fitting else None
 
     def _capture(self, size: int, kind: StepKind) -> _Captured:
         """Record the step on the spare row."""
         inputs_FB = self._rows.spare_inputs(size)
         graph = self._recorder.record(
-            lambda: decode_step(self._executor, self._rows, inputs_FB, kind), f"{size} rows, {kind}"
+            lambda: decode_forward(self._executor, self._rows, inputs_FB, kind), f"{size} rows, {kind}"
         )
-        self._policy.captured(size, kind, seconds=graph.seconds)
         return _Captured(graph, inputs_FB)
 
+    def _capture_end(
+        self, captured: _Captured, needs: SamplingNeeds | None
+    ) -> Graph[Sampled] | Graph[Unsampled]:
+        """Record what comes behind a step."""
 
-def decode_step(
-    executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind
-) -> Sampled | Unsampled:
-    """One token of each row, from what `Rows.decode_inputs` says of it."""
+        def forward_the_spare_row() -> None:
+            captured.inputs_FB.copy_(self._rows.spare_inputs(size))
+            captured.graph.replay()
+
+        executor, rows, forwarded = self._executor, self._rows, captured.graph.made
+        size = captured.inputs_FB.shape[1]
+        if needs is None:
+            return self._recorder.record(
+                lambda: decode_logits(executor, forwarded),
+                f"the logits of {size} rows",
+                before_it_runs=forward_the_spare_row,
+            )
+        return self._recorder.record(
+            lambda: decode_draw(executor, rows, forwarded, needs),
+            f"the draw of {size} rows, {needs}",
+            before_it_runs=forward_the_spare_row,
+        )
+
+
+def decode_forward(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind) -> Forwarded:
+    """The last token of each row, from what `Rows.decode_inputs` says of it."""
     step = rows.read(inputs_FB)
     layout = rows.decode_layout(step, longest=kind.longest, max_pieces=kind.max_pieces)
-    hidden_BD = executor.forward_for_graph(step.token_id_B, layout)
-    logits_BV = executor.logits(hidden_BD)
     columns = SamplingColumns(
         temperatures_R=step.temperature_B,
         top_ks_R=step.top_k_B,
@@ -121,6 +189,16 @@ def decode_step(
         seeds_R=step.seed_B,
         positions_R=step.drawn_position_B,
     )
-    if kind.late:
-        return Unsampled(logits_BV, hidden_BD, step.slot_B, columns)
-    return draw_tokens(rows, logits_BV, step.slot_B, columns, kind.needs)
+    return Forwarded(executor.forward_for_graph(step.token_id_B, layout), step.slot_B, columns)
+
+
+def decode_logits(executor: Executor, forwarded: Forwarded) -> Unsampled:
+    """Up to the logits, in tensors that stay."""
+    hidden_BD = forwarded.hidden_BD
+    return Unsampled(executor.logits(hidden_BD), hidden_BD, forwarded.slots_B, forwarded.columns)
+
+
+def decode_draw(executor: Executor, rows: Rows, forwarded: Forwarded, needs: SamplingNeeds) -> Sampled:
+    """One token of each row."""
+    logits_BV = executor.logits(forwarded.hidden_BD)
+    return draw_tokens(rows, logits_BV, forwarded.slots_B, forwarded.columns, needs)

@@ -70,7 +70,7 @@ class StepShape:
     long_queries: bool  # whether some prompt has very many tokens in the step
     long_prefixes: bool  # whether much more than its tokens in the step was computed of some prompt before
     kind: StepKind
-    shows_all: bool = False  # whether it makes the hidden states of all tokens; only of a late kind
+    shows_all: bool = False  # whether it makes the hidden states of all tokens; only of a kind without needs
 
     @property
     def rows(self) -> int:
@@ -140,7 +140,7 @@ class PromptGraphs:
         if shape is None:
             return None
         captured, draw = self._graphs[shape], None
-        if shape.kind.late and not late:
+        if shape.kind.needs is None and not late:
             draw = self._draw(shape, drawing_needs(self._rows, plan))
             if draw is None:
                 if not captured.draws:
@@ -172,7 +172,7 @@ class PromptGraphs:
             prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
             long_queries=long_queries,
             long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
-            kind=step_kind(self._rows, plan, late=late or is_long),
+            kind=step_kind(self._rows, plan, None if late or is_long else drawing_needs(self._rows, plan)),
             shows_all=shows_all,
         )
 
@@ -322,7 +322,7 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_ND = executor.forward_for_graph(token_id_T, layout, needed_N=None if shape.shows_all else last_R)
-    return hidden_ND if kind.late else draw_step(executor, rows, hidden_ND, rows_R, kind.needs)
+    return hidden_ND if kind.needs is None else draw_step(executor, rows, hidden_ND, rows_R, kind.needs)
 
 
 def draw_step(

@@ -30,41 +30,33 @@ SHORT_KEYS = 512
 class StepKind:
     """What decides which kernels a step launches, beside the number of its rows."""
 
-    needs: SamplingNeeds
     longest: int | None = None  # bound of the keys that a decoding row reads by itself; None: all it can have
     max_pieces: int = 0  # bound of the pieces that shared prefixes leave in a row; 0: nothing is shared
-    late: bool = False  # whether the step ends with its logits, and the tokens are drawn outside of it
+    needs: SamplingNeeds | None = (
+        None  # of the draw, where the graph ends with one and not with hidden states
+    )
 
 
-# A step that ends with its logits does not care how the tokens are drawn.
-_LATE = SamplingNeeds(random=True, filters=False)
-
-
-def step_kind(rows: Rows, plan: StepPlan, *, late: bool = False) -> StepKind:
+def step_kind(rows: Rows, plan: StepPlan, needs: SamplingNeeds | None = None) -> StepKind:
     """The kind of a step; what its decoding rows share is brought up to date."""
-    needs = _LATE if late else drawing_needs(rows, plan)
     slots, positions = plan.slots[: plan.num_decodes], plan.starts[: plan.num_decodes]
     if not len(slots):
-        return StepKind(needs, SHORT_KEYS, late=late)
+        return StepKind(SHORT_KEYS, needs=needs)
     found = rows.find_shared(slots, positions)
-    longest = int(positions.max()) + 1 if found is None else found.longest_own
-    return StepKind(
-        needs,
-        SHORT_KEYS if longest <= SHORT_KEYS else None,
-        0 if found is None else found.max_pieces,
-        late=late,
-    )
+    if found is None:
+        return StepKind(longest_keys(int(positions.max()) + 1), needs=needs)
+    return StepKind(longest_keys(found.longest_own), found.max_pieces, needs)
+
+
+def longest_keys(longest: int) -> int | None:
+    """`StepKind.longest` of rows that read so many keys at most."""
+    return SHORT_KEYS if longest <= SHORT_KEYS else None
 
 
 def drawing_needs(rows: Rows, plan: StepPlan) -> SamplingNeeds:
     """What a captured draw has to do. Greedy rows are drawn by the same kernels as random ones."""
     needs = rows.sampling_needs(plan.slots)
     return replace(needs, random=True, filters=needs.random and needs.filters)
-
-
-def late_kind(longest: int) -> StepKind:
-    """The kind of a step that ends with its logits; its rows have so many keys at most, and share none."""
-    return StepKind(_LATE, SHORT_KEYS if longest <= SHORT_KEYS else None, late=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +97,18 @@ class Recorder:
             self._num_bytes = sum(segment["total_size"] for segment in mine)
         return self._num_bytes
 
-    def record(self, step: Callable[[], _Made], title: str, *, may_run: bool = True) -> Graph[_Made]:
-        """Capture `step`, which returns the tensors it makes; if it `may_run`, it is to be on nobody's rows.
+    def record(
+        self,
+        step: Callable[[], _Made],
+        title: str,
+        *,
+        may_run: bool = True,
+        before_it_runs: Callable[[], object] = lambda: None,
+    ) -> Graph[_Made]:
+        """Capture `step`, which returns the tensors it makes.
+
+        Where that fails at first, the step is run, if it `may_run`, and captured again; `before_it_runs`
+        has to see to it that this happens on nobody's rows.
 
         Raises torch.OutOfMemoryError if there is no memory for the graph, and RuntimeError if it cannot be
         captured.
@@ -128,6 +130,7 @@ class Recorder:
                 if not may_run:
                     raise
                 _log.warning("capturing %s failed, trying again after a run: %s", title, error)
+                before_it_runs()
                 step()
                 graph, made = self._capture(step)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

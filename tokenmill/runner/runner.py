@@ -35,7 +35,7 @@ from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.quarantine import Quarantine
-from tokenmill.runner.recorder import Recorder, late_kind
+from tokenmill.runner.recorder import Recorder, StepKind, longest_keys
 from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
 from tokenmill.runner.weights import Weights
@@ -295,8 +295,8 @@ class LocalRunner:
         longest = max(len(request.prompt_ids) for request in requests) + 1
         try:
             with torch.inference_mode():
-                made = self._graphs.decodes.expect(num_rows, late_kind(longest))
-                if isinstance(made, Unsampled):
+                made = self._graphs.decodes.expect_late(num_rows, StepKind(longest_keys(longest)))
+                if made is not None:
                     self._graphs.draws.expect(made, needs)
         except Exception as error:  # a step will tell
             self._quarantine.judge(error)

@@ -20,10 +20,9 @@ from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
-from tokenmill.runner.drawing import Unsampled
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
-from tokenmill.runner.graphs import decode_step
+from tokenmill.runner.graphs import decode_draw, decode_forward, decode_logits
 from tokenmill.runner.hardware import Placement
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
@@ -120,12 +119,12 @@ class Scout:
         with compilation:
             most = self._placement.max_running_requests
             for size in (1, most):
-                self._decode(size, StepKind(_FILTERED))
-                self._decode(size, StepKind(_PLAIN, longest=SHORT_KEYS))
-                self._decode(size, StepKind(_PLAIN, max_pieces=most_pieces(size)))
+                self._decode(size, StepKind(), _FILTERED)
+                self._decode(size, StepKind(longest=SHORT_KEYS))
+                self._decode(size, StepKind(max_pieces=most_pieces(size)))
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
-                self._decode(size, StepKind(_PLAIN))
+                self._decode(size, StepKind())
             if self._may_have_grammars:
                 self._mask()
         _log.debug("compiling %d kernels", compilation.num_kernels)
@@ -143,7 +142,7 @@ class Scout:
         torch.cuda.reset_peak_memory_stats(device)
         self._fill_a_step(max_step_tokens)
         most = self._placement.max_running_requests
-        self._decode(most, StepKind(_FILTERED, max_pieces=most_pieces(most)))
+        self._decode(most, StepKind(max_pieces=most_pieces(most)), _FILTERED)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
@@ -162,20 +161,18 @@ class Scout:
             raise RuntimeError(failure.message)
         self._forget_tokens()
 
-    def _decode(self, size: int, kind: StepKind) -> None:
+    def _decode(self, size: int, kind: StepKind, needs: SamplingNeeds = _PLAIN) -> None:
         """A step as it is captured; the torch backend, which cannot be, has no kernels to compile either."""
         if self._placement.attention_backend != "triton":
             return
-        decode_step(self._executor, self._rows, self._rows.spare_inputs(size), kind)
+        forwarded = decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
+        decode_draw(self._executor, self._rows, forwarded, needs)
         self._forget_tokens()
 
     def _mask(self) -> None:
         """Masks as grammars want them; the smallest step knows the kernel for all of them."""
-        made = decode_step(
-            self._executor, self._rows, self._rows.spare_inputs(1), StepKind(_PLAIN, late=True)
-        )
-        logits_RV = made.logits_QV if isinstance(made, Unsampled) else None
-        assert logits_RV is not None, "a late step ends with its logits"
+        forwarded = decode_forward(self._executor, self._rows, self._rows.spare_inputs(1), StepKind())
+        logits_RV = decode_logits(self._executor, forwarded).logits_QV
         num_words = -(-logits_RV.shape[1] // 32)
         bits_MW = torch.full((1, num_words), -1, dtype=torch.int32, device=logits_RV.device)
         apply_masks(logits_RV, torch.zeros(1, dtype=torch.int64, device=logits_RV.device), bits_MW)
