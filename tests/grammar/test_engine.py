@@ -13,6 +13,7 @@ import pytest
 
 import tokenmill as sgl
 from tokenmill.errors import InvalidArgument, InvalidRequest, RequestFailed
+from tokenmill.grammar import llguidance_backend
 
 pytestmark = pytest.mark.cpu
 
@@ -171,6 +172,26 @@ def test_a_grammar_is_followed_after_the_cache_is_flushed(plain: Any) -> None:
     assert plain.generate("x", {"regex": "a"})["text"] == "a"
     with pytest.raises(RequestFailed, match="other"):
         plain.generate("x", {"ebnf": "root ::= other"})
+
+
+def test_many_outputs_do_not_use_up_what_one_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers share what they find out, of which there is a limit that each of these outputs keeps."""
+    pattern = r"([a-z ]*a[a-z ]{9}q)|([a-z ]*b[a-z ]{9}z)"
+    params = [
+        {"regex": pattern, "max_new_tokens": 40, "temperature": 1.0, "sampling_seed": index}
+        for index in range(40)
+    ]
+    found = []
+    for limit in (llguidance_backend._MAX_LEXER_STATES, 1000):
+        monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", limit)
+        with sgl.Engine(model_path="tiny", device="cpu") as engine:
+            found.append([result["text"] for result in engine.generate(["Hello"] * 40, params)])
+    assert found[0] == found[1]
+    monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", 300)
+    with sgl.Engine(model_path="tiny", device="cpu") as engine:
+        results = engine.generate(["Hello"] * 4, params[:4], on_error="return")
+    reasons = [result["meta_info"]["finish_reason"] for result in results]
+    assert ["too complex" in reason.get("message", "") for reason in reasons] == [True] * 4  # by themselves
 
 
 def test_grammar_and_log_probabilities(plain: Any) -> None:

@@ -37,7 +37,12 @@ class Guide:
         self.unread = _NO_TOKEN  # the token drawn last, while the matcher has not gone on by it
         # Ends that the sampler holds back until so many tokens are out.
         self.min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
-        self.num_accepted = 0
+        self._tokens: list[int] = []
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
 
     @cached_property
     def matcher(self) -> Matcher:
@@ -49,11 +54,13 @@ class Guide:
         self.note(token)
         if self.is_behind():
             _note_read([self], [self.matcher.accept(token)])
+        if self.finish is not None:
+            self.renew()
         return self.finish
 
     def note(self, token: int) -> None:
         """As `accept`, but the matcher goes on with the next mask: the host has no time before."""
-        self.num_accepted += 1
+        self._tokens.append(token)
         self.unread = token
 
     def is_behind(self) -> bool:
@@ -74,6 +81,15 @@ class Guide:
         """Set `finish` if computing the mask broke the matcher."""
         if self.finish is None and self.matcher.error:
             self.finish = self._break()
+
+    def renew(self) -> bool:
+        """Whether a broken matcher could be replaced by another one that went on by all tokens."""
+        while not self.has_ended and (renewed := self._template.renewed(self.matcher)) is not None:
+            self.matcher = renewed
+            if all(map(renewed.accept, self._tokens)):
+                self.finish = None
+                return True
+        return False
 
     def _break(self, reason: str = "") -> Finish:
         """The end of a request whose matcher broke, for what the library says or else for this reason."""
@@ -201,14 +217,27 @@ class Grammars:
         _note_read(behind, allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
-        guides, without_token = rows.guides, _empty_rows(bits)
-        for row in without_token:
-            guides[row].look()
+        guides, without_token = rows.guides, []
+        for row in _empty_rows(bits):
+            if not self._renew(guides[row], bits[row : row + 1], are_complete[row : row + 1]):
+                without_token.append(row)
+                guides[row].look()
         self._set_ends(rows, bits, are_complete)
         for row in _empty_rows(bits):
             guides[row].get_stuck(for_ends=row not in without_token)
         # The tokenizer may know more ids than the model.
         return TokenMasks(rows.slots, bits[:, : self._num_words])
+
+    def _renew(self, guide: Guide, bits: IntArray, is_complete: BoolArray) -> bool:
+        """Whether a guide got another matcher, whose mask [1, words] is written then."""
+        while guide.renew():
+            self._rows = None  # the matchers of the next step are others
+            is_complete[:] = self._compiler.backend().batch([guide.matcher]).fill_masks(bits)
+            if not guide.matcher.error:
+                for word, eos_bits in self._words(self._eos_ids):
+                    bits[:, word] &= ~eos_bits
+                return True
+        return False
 
     def _room(self, num_rows: int, num_words: int) -> IntArray:
         if self._bits.shape[0] < num_rows or self._bits.shape[1] != num_words:

@@ -50,6 +50,14 @@ class Template(Protocol):
         """A matcher at the beginning of an output."""
         ...
 
+    def renewed(self, broken: Matcher) -> Matcher | None:
+        """A matcher at the beginning, for one of this grammar's that broke; None: that would break, too.
+
+        Matchers of one grammar share what they find out, and a limit of that must not end an output that
+        keeps it by itself.
+        """
+        ...
+
 
 class Batch(Protocol):
     """Matchers that stay together for some steps; each may still be used alone between these."""

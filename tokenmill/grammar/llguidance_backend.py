@@ -47,15 +47,20 @@ _MANY_MASKS = 32
 # A grammar that so many outputs follow is compiled once more for every thread, if that is done in this time.
 _POPULAR = 16
 _COPY_SECONDS = 0.05
+# One whose matchers have used up what they share is compiled anew, for an output at most so long: all wait.
+_RENEWAL_SECONDS = 0.5
 _MOST_THREADS = 8
 
 
 class LlguidanceMatcher:
     """See `Matcher`."""
 
-    def __init__(self, matcher: LLMatcher, lock: int) -> None:
-        self.inner = matcher
-        self.lock = lock  # which other matchers wait while one of them fills its mask
+    def __init__(self, copy: _Copy, place: int, renewal_seconds: float = 0.0) -> None:
+        copy.num_matchers += 1
+        self.inner = copy.first.deep_copy()
+        self.copy = copy
+        self.place = place  # of the copy in its template
+        self.renewal_seconds = renewal_seconds  # that went into matchers of this output
 
     @property
     def is_accepting(self) -> bool:
@@ -81,16 +86,28 @@ class LlguidanceMatcher:
         self.inner.rollback(count)
 
 
+class _Copy:
+    """A compiled grammar with all that its matchers have found out of it, behind a lock."""
+
+    def __init__(self, first: LLMatcher) -> None:
+        self.first = first  # at the beginning of an output
+        self.num_matchers = 0
+
+
 class LlguidanceTemplate:
     """See `Template`. Thread-safe. Its matchers take turns in sharing each of its copies."""
 
-    def __init__(self, first: LLMatcher, again: Callable[[], LLMatcher], *, num_copies: int) -> None:
-        self._copies = [first]
+    def __init__(
+        self, first: LLMatcher, again: Callable[[], LLMatcher], *, seconds: float, num_threads: int
+    ) -> None:
+        """`again` compiles it once more, which takes so many seconds."""
+        self._copies = [_Copy(first)]
         self._again = again
-        self._num_copies = num_copies  # once many use it
+        self._seconds = seconds
+        self._num_copies = min(num_threads, 1 + int(_COPY_SECONDS / seconds))  # once many use it
         self._num_expected = 0
         self._num_matchers = 0
-        self._lacks_copies = num_copies > 1
+        self._lacks_copies = self._num_copies > 1
         self._guard = threading.Lock()
 
     def expect(self, num_outputs: int) -> None:
@@ -104,8 +121,21 @@ class LlguidanceTemplate:
             if self._lacks_copies and self._num_expected >= _POPULAR:
                 self._begin_copies()
             self._num_matchers += 1
-            copy = self._copies[self._num_matchers % len(self._copies)]
-            return LlguidanceMatcher(copy.deep_copy(), id(copy))
+            place = self._num_matchers % len(self._copies)
+            return LlguidanceMatcher(self._copies[place], place)
+
+    def renewed(self, broken: Matcher) -> LlguidanceMatcher | None:
+        """See `Template`. The states of a lexer are shared, and limited in number; with no more to be had it
+        refuses tokens, mostly with the reason."""
+        assert isinstance(broken, LlguidanceMatcher)
+        seconds = broken.renewal_seconds + self._seconds
+        if broken.copy.num_matchers == 1 or not broken.error or seconds > _RENEWAL_SECONDS:
+            return None
+        with self._guard, contextlib.suppress(Exception):
+            if self._copies[broken.place] is broken.copy:
+                self._copies[broken.place] = _Copy(self._again())
+            return LlguidanceMatcher(self._copies[broken.place], broken.place, seconds)
+        return None
 
     def _begin_copies(self) -> None:
         """Where many outputs begin together, they wait for the copies: the device computes prompts mostly.
@@ -122,7 +152,7 @@ class LlguidanceTemplate:
     def _copy(self) -> None:
         """Side by side, for the library needs no interpreter for most of it."""
         with contextlib.suppress(Exception), ThreadPoolExecutor(self._num_copies - 1) as threads:
-            self._copies += list(threads.map(lambda _: self._again(), range(1, self._num_copies)))
+            self._copies += threads.map(lambda _: _Copy(self._again()), range(1, self._num_copies))
 
 
 class LlguidanceBatch:
@@ -133,7 +163,7 @@ class LlguidanceBatch:
         self._inner = [matcher.inner for matcher in matchers]
         self._rows = list(zip(self._inner, range(len(matchers)), strict=True))
         # Whether threads would get through many matchers without waiting for each other.
-        num_locks = len({matcher.lock for matcher in matchers})
+        num_locks = len({matcher.copy for matcher in matchers})
         self._work_side_by_side = len(matchers) >= _MANY_MASKS and num_locks >= _MANY_LOCKS
 
     def accept(self, tokens: Sequence[int]) -> list[bool]:
@@ -191,10 +221,8 @@ class LlguidanceBackend:
                 raise BadGrammar("no output can follow it")
         if matcher.is_error():
             raise BadGrammar(_reason(matcher))
-        num_affordable = 1 + int(_COPY_SECONDS / (time.perf_counter() - began))
-        return LlguidanceTemplate(
-            matcher, partial(self._matcher, source), num_copies=min(self._num_threads, num_affordable)
-        )
+        again, seconds = partial(self._matcher, source), time.perf_counter() - began
+        return LlguidanceTemplate(matcher, again, seconds=seconds, num_threads=self._num_threads)
 
     def _matcher(self, source: str) -> LLMatcher:
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ITEMS_IN_ROW)

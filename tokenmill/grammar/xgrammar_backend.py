@@ -144,6 +144,10 @@ class XgrammarTemplate:
         """See `Template`."""
         return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._known)
 
+    def renewed(self, broken: Matcher) -> Matcher | None:
+        """See `Template`. The only limit is one of time, and of one matcher."""
+        return None
+
 
 class XgrammarBatch:
     """See `Batch`."""
