@@ -61,6 +61,9 @@ class FakeTemplate:
         self.num_made += 1
         return self.matcher
 
+    def renewed(self, broken: Any) -> None:
+        """It would break again."""
+
 
 class FakeBatch:
     def __init__(self, matchers: Any) -> None:

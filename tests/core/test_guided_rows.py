@@ -65,7 +65,7 @@ class Grammars:
             if self._left[id(guide)] < 0:
                 guide.finish = STUCK
 
-    def clear(self) -> None:
+    def forget_failures(self) -> None:
         pass
 
     def close(self) -> None:

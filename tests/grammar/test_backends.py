@@ -370,7 +370,7 @@ def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pyte
     template = library.compile(Grammar("regex", "[ab]+"))
     monkeypatch.setattr(threading.Thread, "start", fail)
     matchers = many(template, 20)
-    assert len({matcher.lock for matcher in matchers}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.copy for matcher in matchers}) == 1  # type: ignore[attr-defined]
     assert library.batch(matchers).fill_masks(np.zeros((20, library.num_words), dtype=np.int32)).sum() == 0
 
 
@@ -382,7 +382,7 @@ def test_a_copy_that_fails_leaves_its_grammar_with_one(monkeypatch: pytest.Monke
         raise ValueError("no copy")
 
     monkeypatch.setattr(template, "_again", fail)
-    assert len({matcher.lock for matcher in many(template, 20)}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.copy for matcher in many(template, 20)}) == 1  # type: ignore[attr-defined]
 
 
 def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
@@ -404,8 +404,8 @@ def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
         assert time.monotonic() < deadline
         time.sleep(0.005)
     later = many(template, 20)
-    assert len({matcher.lock for matcher in first}) == 1  # type: ignore[attr-defined]
-    assert len({matcher.lock for matcher in later}) == 8  # type: ignore[attr-defined]
+    assert len({matcher.copy for matcher in first}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.copy for matcher in later}) == 8  # type: ignore[attr-defined]
     masks = np.zeros((40, library.num_words), dtype=np.int32)
     library.batch(first + later).fill_masks(masks)
     assert (masks == masks[0]).all()
@@ -416,7 +416,7 @@ def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPat
     library = with_many_threads(monkeypatch)
     template = library.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}'))
     matchers = many(template, 64)
-    assert len({matcher.lock for matcher in matchers}) > 4  # type: ignore[attr-defined]
+    assert len({matcher.copy for matcher in matchers}) > 4  # type: ignore[attr-defined]
     random, plain = np.random.default_rng(7), backend("llguidance")
     together = np.zeros((64, library.num_words), dtype=np.int32)
     alone = np.zeros((1, plain.num_words), dtype=np.int32)
