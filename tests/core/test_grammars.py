@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmill.core import grammars as grammars_module
 from tokenmill.core.grammars import Grammars, Guide
 from tokenmill.core.loop import Close, Inbox, Loop, Submit
 from tokenmill.grammar import BadGrammar
@@ -35,23 +36,31 @@ class FakeMatcher:
     def __init__(self, tokens: list[int], *, open_end: bool = False) -> None:
         self.tokens, self.open_end, self.error = list(tokens), open_end, ""
         self.is_too_complex = False
+        self.breaks_before: int | None = None  # this token
 
     @property
     def is_accepting(self) -> bool:
         return not self.tokens
 
     def accept(self, token: int) -> bool:
-        return bool(self.tokens) and self.tokens.pop(0) == token
+        return not self.error and bool(self.tokens) and self.tokens.pop(0) == token
 
     def fill_mask(self, out: Any) -> None:
+        if self.breaks_before in self.tokens[:1]:
+            self.error = "no more room"
+        if self.error:
+            out[0] = 0
+            return
         out[0] = 1 << self.tokens[0] if self.tokens else (0b1000 if self.open_end else 0)
 
 
 class FakeTemplate:
-    """Its only matcher."""
+    """Its only matcher, and those that take its place when it breaks."""
 
-    def __init__(self, matcher: FakeMatcher) -> None:
-        self.matcher = matcher
+    is_used_up = False
+
+    def __init__(self, matcher: FakeMatcher, *others: FakeMatcher) -> None:
+        self.matcher, self.others = matcher, list(others)
         self.num_made = 0
 
     def expect(self, num_outputs: int) -> None:
@@ -61,8 +70,8 @@ class FakeTemplate:
         self.num_made += 1
         return self.matcher
 
-    def renewed(self, broken: Any) -> None:
-        """It would break again."""
+    def renewed(self, broken: Any) -> Any:
+        return self.others.pop(0) if broken.error and self.others else None
 
 
 class FakeBatch:
@@ -274,9 +283,9 @@ def grammars(compiler: FakeCompiler, eos_ids: tuple[int, ...] = (0,)) -> Grammar
     return Grammars(compiler, facts)  # type: ignore[arg-type]
 
 
-def guide_of(make_request: Make, matcher: FakeMatcher, **changes: Any) -> tuple[Grammars, Guide]:
+def guide_of(make_request: Make, *matchers: FakeMatcher, **changes: Any) -> tuple[Grammars, Guide]:
     compiler = FakeCompiler()
-    compiler.future.set_result(FakeTemplate(matcher))
+    compiler.future.set_result(FakeTemplate(*matchers))
     found: list[Any] = []
     books = grammars(compiler, changes.pop("eos_ids", (0,)))
     request = guided(make_request, **changes)
@@ -406,3 +415,75 @@ def test_rows_that_stay_together_are_masked_as_rows_that_meet_anew(data: st.Data
 
 def row_request(stop_ids: tuple[int, ...], min_new_tokens: int) -> Any:
     return SimpleNamespace(stop_ids=stop_ids, params=SimpleNamespace(min_new_tokens=min_new_tokens))
+
+
+# ── a matcher that breaks because others have used up what it shares with them ──
+
+
+def breaking(tokens: list[int], before: int) -> FakeMatcher:
+    matcher = FakeMatcher(tokens)
+    matcher.breaks_before = before
+    return matcher
+
+
+def follow(books: Grammars, guide: Guide, *, at_once: bool) -> list[int]:
+    """Masks until there is none; each is the token that is drawn next."""
+    masks = []
+    while not masks or masks[-1]:
+        masks.append(int(books.masks([(0, guide)]).bits[0, 0]))
+        if guide.finish is not None:
+            break
+        if masks[-1]:
+            token = masks[-1].bit_length() - 1
+            guide.accept(token) if at_once else guide.note(token)
+    return masks
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("before", [5, 6, 7])
+def test_a_matcher_that_takes_its_place_goes_on_where_it_broke(
+    make_request: Make, before: int, at_once: bool
+) -> None:
+    whole = [5, 6, 7, 8]
+    _, guide = guide_of(make_request, FakeMatcher(whole), eos_ids=())
+    expected = follow(grammars(FakeCompiler(), ()), guide, at_once=at_once)
+    others = breaking(whole, 6), breaking(whole, 8), FakeMatcher(whole)
+    books, guide = guide_of(make_request, breaking(whole, before), *others, eos_ids=())
+    assert follow(books, guide, at_once=at_once) == expected == [1 << 5, 1 << 6, 1 << 7, 1 << 8, 0]
+    assert guide.finish == Finish("stop")
+
+
+def test_ends_of_text_stay_forbidden_under_the_matcher_that_takes_a_place(make_request: Make) -> None:
+    class Open(FakeMatcher):
+        def fill_mask(self, out: Any) -> None:
+            out[0] = 0b1100001
+
+    books, guide = guide_of(make_request, breaking([5], 5), Open([5]), eos_ids=(0,), stop_ids=(6,))
+    assert books.masks([(0, guide)]).bits[0, 0] == 0b0100000
+
+
+def test_without_another_matcher_the_row_fails(make_request: Make) -> None:
+    books, guide = guide_of(make_request, breaking([5, 6], 6), breaking([5, 6], 6))
+    books.masks([(0, guide)])
+    guide.note(5)
+    books.masks([(0, guide)])
+    assert guide.finish is not None
+    assert "no more room" in (guide.finish.message or "")
+
+
+def test_what_all_wait_for_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(grammars_module, "time", SimpleNamespace(monotonic=lambda: now))
+    allowance = grammars_module._Allowance(2.0, share=0.1)
+    for seconds in (1.5, 1.5):
+        assert allowance.is_left()
+        with allowance.spent():
+            now += seconds
+    assert not allowance.is_left()
+    now += 10.0
+    assert allowance.is_left()
+    now += 1000.0
+    assert allowance.is_left()
+    with allowance.spent():
+        now += 2.5
+    assert not allowance.is_left()  # what is not used is not kept for ever

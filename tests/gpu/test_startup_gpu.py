@@ -187,3 +187,5 @@ def test_a_capture_that_fails_is_no_reason_to_stop(
         assert run(engine) == expected
         assert run(engine) == expected
     assert caplog.text.count(message) == 1
+    if error is torch.OutOfMemoryError:  # the memory that graphs share outlives one of which nothing is kept
+        assert "trying again" not in caplog.text

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -16,8 +17,9 @@ import pytest
 
 from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
 from tokenmill.config import EngineConfig
+from tokenmill.core.grammars import Grammars, Guide
 from tokenmill.errors import InvalidArgument
-from tokenmill.grammar import Backend, BadGrammar, Matcher, Template
+from tokenmill.grammar import Backend, BadGrammar, Compiler, Matcher, Template, llguidance_backend
 from tokenmill.grammar.backends import BACKENDS, check_backend, open_backend
 from tokenmill.messages import Grammar, GrammarKind
 
@@ -370,7 +372,7 @@ def test_without_another_thread_a_popular_grammar_has_one_copy(monkeypatch: pyte
     template = library.compile(Grammar("regex", "[ab]+"))
     monkeypatch.setattr(threading.Thread, "start", fail)
     matchers = many(template, 20)
-    assert len({matcher.copy for matcher in matchers}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.shared for matcher in matchers}) == 1  # type: ignore[attr-defined]
     assert library.batch(matchers).fill_masks(np.zeros((20, library.num_words), dtype=np.int32)).sum() == 0
 
 
@@ -382,7 +384,7 @@ def test_a_copy_that_fails_leaves_its_grammar_with_one(monkeypatch: pytest.Monke
         raise ValueError("no copy")
 
     monkeypatch.setattr(template, "_again", fail)
-    assert len({matcher.copy for matcher in many(template, 20)}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.shared for matcher in many(template, 20)}) == 1  # type: ignore[attr-defined]
 
 
 def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
@@ -404,8 +406,8 @@ def test_nobody_waits_for_the_copies_of_a_grammar_that_becomes_popular(
         assert time.monotonic() < deadline
         time.sleep(0.005)
     later = many(template, 20)
-    assert len({matcher.copy for matcher in first}) == 1  # type: ignore[attr-defined]
-    assert len({matcher.copy for matcher in later}) == 8  # type: ignore[attr-defined]
+    assert len({matcher.shared for matcher in first}) == 1  # type: ignore[attr-defined]
+    assert len({matcher.shared for matcher in later}) == 8  # type: ignore[attr-defined]
     masks = np.zeros((40, library.num_words), dtype=np.int32)
     library.batch(first + later).fill_masks(masks)
     assert (masks == masks[0]).all()
@@ -416,7 +418,7 @@ def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPat
     library = with_many_threads(monkeypatch)
     template = library.compile(Grammar("json_schema", '{"type": "object", "required": ["a"]}'))
     matchers = many(template, 64)
-    assert len({matcher.copy for matcher in matchers}) > 4  # type: ignore[attr-defined]
+    assert len({matcher.shared for matcher in matchers}) > 4  # type: ignore[attr-defined]
     random, plain = np.random.default_rng(7), backend("llguidance")
     together = np.zeros((64, library.num_words), dtype=np.int32)
     alone = np.zeros((1, plain.num_words), dtype=np.int32)
@@ -434,17 +436,6 @@ def test_masks_by_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPat
                 drawn.append(int(random.choice(tokens)))
                 assert follower.accept(drawn[-1])
         assert library.batch(going).accept(drawn) == [True] * len(going)
-
-
-@each_backend
-def test_rollback(name: str) -> None:
-    matcher = backend(name).compile(Grammar("regex", "[ab]c[de]f")).new()
-    tokens = [tokenizer().encode(letter)[0] for letter in "acdf"]
-    assert all(matcher.accept(token) for token in tokens)
-    assert matcher.is_accepting
-    matcher.rollback(2)
-    assert not matcher.is_accepting
-    assert matcher.accept(tokenizer().encode("e")[0])
 
 
 @each_backend
@@ -643,3 +634,63 @@ def test_a_matcher_whose_work_grows_without_bound_ends_alone() -> None:
     assert not masks[0].any()
     assert masks[1].any()
     assert not plain.error
+
+
+# ── what matchers share is used up ──
+
+LIMIT = 200
+# Letters of two halves in turns, and states that double with each place behind an `a` or `b`.
+CROWDED = "([a-m][n-z])*(a[n-z]([a-m][n-z]){4}aq|b[n-z]([a-m][n-z]){4}bz)"
+
+
+def walk(books: Grammars, guides: list[Guide], draws: np.random.Generator, num_steps: int) -> list[list[Any]]:
+    """The masks of each step, and the tokens drawn under them."""
+    masks: list[list[Any]] = []
+    for _ in range(num_steps):
+        bits = books.masks(list(enumerate(guides))).bits.copy()
+        masks.append([bits, [guide.finish for guide in guides]])
+        for guide, row in zip(guides, bits, strict=True):
+            if tokens := allowed(row):
+                guide.note(int(draws.choice(tokens)))
+    return masks
+
+
+def test_masks_are_the_same_when_others_use_up_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance limits the states of a lexer, which matchers of a grammar share."""
+
+    def run(limit: int) -> list[list[Any]]:
+        nonlocal num_compiled
+        monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", limit)
+        library: Any = open_backend(EngineConfig(), VOCABULARY)
+        compiler, compile_once = Compiler(lambda: library), library._matcher
+        num_compiled = 0
+
+        def counted(source: str) -> Any:
+            nonlocal num_compiled
+            num_compiled += 1
+            return compile_once(source)
+
+        monkeypatch.setattr(library, "_matcher", counted)
+        facts: Any = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(0,))
+        template = compiler.compile(Grammar("regex", CROWDED)).result(10)
+        request: Any = SimpleNamespace(params=SimpleNamespace(min_new_tokens=0), stop_ids=())
+        guides = [Guide(template, request, end_ids=(0,)) for _ in range(40)]
+        masks = walk(Grammars(compiler, facts), guides, np.random.default_rng(5), 25)
+        compiler.close()
+        return masks
+
+    num_compiled = 0
+    for (found, ends), (expected, expected_ends) in zip(run(LIMIT), run(50_000), strict=True):
+        assert (found == expected).all()
+        assert ends == expected_ends
+    run(LIMIT)
+    assert num_compiled > 10
+
+
+@each_backend
+def test_a_matcher_that_is_not_broken_keeps_its_place(name: str) -> None:
+    template = backend(name).compile(Grammar("regex", "ab?"))
+    for matcher in many(template, 2):
+        assert matcher.accept(tokenizer().encode("a")[0])
+        assert template.renewed(matcher) is None
+    assert not template.is_used_up

@@ -14,6 +14,12 @@ from tokenmill.messages import Grammar
 pytestmark = pytest.mark.unit
 
 
+class Made(str):
+    """A template."""
+
+    is_used_up = False
+
+
 class SlowLibrary:
     """Compiles `wait` and the like when it is released, fails on `bad` and `broken`, and counts."""
 
@@ -31,7 +37,7 @@ class SlowLibrary:
             raise BadGrammar("it is bad")
         if grammar.text == "broken":
             raise RuntimeError("it broke")
-        return f"template of {grammar.text}"
+        return Made(f"template of {grammar.text}")
 
     def batch(self, matchers: Any) -> Any:
         raise AssertionError
@@ -67,6 +73,16 @@ def test_only_failures_are_forgotten(library: SlowLibrary) -> None:
     assert compile_both() == compile_both() == ["a", "bad"]
     compiler.forget_failures()
     assert compile_both() == ["a", "bad", "bad"]
+    compiler.close()
+
+
+def test_what_is_used_up_is_compiled_anew(library: SlowLibrary) -> None:
+    compiler = Compiler(lambda: library)
+    first: Any = compiler.compile(regex("a")).result(10)
+    first.is_used_up = True
+    again = compiler.compile(regex("a")).result(10)
+    assert (again, again is first, library.compiled) == (first, False, ["a", "a"])
+    assert compiler.compile(regex("a")).result(10) is again
     compiler.close()
 
 

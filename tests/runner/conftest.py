@@ -59,8 +59,15 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
             pass
 
         def record(
-            self, step: Callable[[], Any], title: str, before_it_runs: Callable[[], object] = lambda: None
+            self,
+            step: Callable[[], Any],
+            title: str,
+            *,
+            may_run: bool = True,
+            before_it_runs: Callable[[], object] = lambda: None,
         ) -> Replay:
+            if not may_run:
+                raise RuntimeError("here a capture runs what it records")
             if calls.full_for is not None and title.startswith(calls.full_for):
                 raise torch.OutOfMemoryError(title)
             draws = title.startswith("the draw")

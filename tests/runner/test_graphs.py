@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 
-KIND = StepKind()
+NOTHING: Any = None
+KIND, SHORT = StepKind(), StepKind(longest=512)
 PLAIN = SamplingNeeds(random=True, filters=False)
 FILTERED = SamplingNeeds(random=True, filters=True)
 PENALIZED = SamplingNeeds(random=True, filters=False, penalties=True)
@@ -39,26 +39,29 @@ class MadeGraphs(graphs.DecodeGraphs):
     """
 
     def __init__(self) -> None:
-        nothing: Any = None
         policy = CapturePolicy(64, row_seconds=0.02)
-        super().__init__(nothing, nothing, policy=policy, recorder=nothing)
+        super().__init__(NOTHING, NOTHING, policy=policy, recorder=NOTHING)
         self.captured: list[Any] = []
 
-    def size_for(self, num_rows: int, needs: SamplingNeeds | None = PLAIN) -> int | None:
+    def size_for(
+        self, num_rows: int, needs: SamplingNeeds | None = PLAIN, kind: StepKind = KIND
+    ) -> int | None:
         """Rows of the graph that takes such a step; None: it is launched kernel by kernel."""
-        captured = self._graph(num_rows, KIND, needs)
-        assert captured is None or needs in captured.ends
-        return None if captured is None else captured.inputs_FB.shape[1]
+        captured = self._graph(num_rows, kind, needs)
+        assert captured is None or captured.end(needs) is not None
+        return None if captured is None else captured.num_rows
 
     def _capture(self, size: int, kind: StepKind) -> Any:
         if size > 16:
             raise torch.OutOfMemoryError
         self.captured.append(size)
-        return SimpleNamespace(
-            graph=SimpleNamespace(seconds=0.01), inputs_FB=torch.empty(4, size, device="meta"), ends={}
-        )
+        return graphs._Captured(graphs.Graph(NOTHING, NOTHING, 0.01), torch.empty(4, size, device="meta"))
 
-    def _capture_end(self, captured: Any, needs: SamplingNeeds | None) -> Any:
+    def _capture_logits(self, captured: Any) -> Any:
+        self.captured.append("logits")
+        return object()
+
+    def _capture_draw(self, captured: Any, needs: SamplingNeeds) -> Any:
         if needs == PENALIZED:
             raise torch.OutOfMemoryError
         self.captured.append(needs)
@@ -111,7 +114,7 @@ def test_a_wanted_graph_for_which_there_is_no_memory(made: MadeGraphs) -> None:
 
 def test_one_forward_pass_has_several_ends(made: MadeGraphs) -> None:
     assert [made.size_for(9, needs) for needs in (PLAIN, None, FILTERED, PLAIN)] == [16, 16, 16, 16]
-    assert made.captured == [16, PLAIN, None, FILTERED]
+    assert made.captured == [16, PLAIN, "logits", FILTERED]
 
 
 def test_without_memory_for_an_end_a_larger_graph_that_has_it_serves(made: MadeGraphs) -> None:
@@ -182,9 +185,7 @@ def test_every_way_to_draw_gives_what_plain_steps_give(
 ) -> None:
     folder, calls = make_model("qwen3", num_hidden_layers=1), graphs_on_the_cpu
     found = run(folder)
-    forwards = [
-        title for title in calls.captured if title.endswith("needs=None)") and "StepShape" not in title
-    ]
+    forwards = [title for title in calls.captured if "rows, StepKind" in title]
     assert 0 < len(forwards) == len(set(forwards))  # however their tokens were drawn
     assert len(calls.captured_draws) > len(forwards)
     replayed = calls.replayed

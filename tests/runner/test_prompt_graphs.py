@@ -329,9 +329,9 @@ def test_only_so_many_shapes_get_a_graph(
 
 
 def test_all_that_is_left_over_is_a_prompt_of_the_spare_row() -> None:
-    kind = recorder.StepKind(needs=SamplingNeeds(random=True, filters=False))
+    kind, needs = recorder.StepKind(), SamplingNeeds(random=True, filters=False)
     shape = prompt_graphs.StepShape(
-        tokens=16, decodes=8, prompts=4, long_queries=False, long_prefixes=False, kind=kind
+        tokens=16, decodes=8, prompts=4, long_queries=False, long_prefixes=False, kind=kind, needs=needs
     )
     plan = StepPlan(
         slots=np.array([5, 3, 4], dtype=np.int32),

@@ -6,8 +6,10 @@ its output is complete, and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, cached_property, partial
 
@@ -22,6 +24,9 @@ Words = tuple[tuple[int, np.int32], ...]
 
 _NO_TOKEN = -1
 _FIRST_WORDS = 8
+# What matchers that are broken by others' work may take of the loop's time.
+_RENEWAL_SECONDS = 2.0
+_RENEWAL_SHARE = 0.2
 _NO_FURTHER = "the grammar could not be followed any further"
 
 
@@ -54,8 +59,6 @@ class Guide:
         self.note(token)
         if self.is_behind():
             _note_read([self], [self.matcher.accept(token)])
-        if self.finish is not None:
-            self.renew()
         return self.finish
 
     def note(self, token: int) -> None:
@@ -82,14 +85,14 @@ class Guide:
         if self.finish is None and self.matcher.error:
             self.finish = self._break()
 
-    def renew(self) -> bool:
-        """Whether a broken matcher could be replaced by another one that went on by all tokens."""
+    def renewed(self) -> Matcher | None:
+        """Another matcher instead of a broken one, which has gone on by all tokens; None: there is none."""
         while not self.has_ended and (renewed := self._template.renewed(self.matcher)) is not None:
             self.matcher = renewed
             if all(map(renewed.accept, self._tokens)):
                 self.finish = None
-                return True
-        return False
+                return renewed
+        return None
 
     def _break(self, reason: str = "") -> Finish:
         """The end of a request whose matcher broke, for what the library says or else for this reason."""
@@ -163,6 +166,29 @@ class _Rows:
         return behind, batch.accept([guide.unread for guide in behind])
 
 
+class _Allowance:
+    """Time for what all else waits for: some seconds at once, and in the long run a share of the time."""
+
+    def __init__(self, seconds: float, *, share: float) -> None:
+        self._most = self._left = seconds
+        self._share = share
+        self._counted = time.monotonic()  # until then
+
+    def is_left(self) -> bool:
+        """Whether the work may be done."""
+        now = time.monotonic()
+        self._left = min(self._most, self._left + self._share * (now - self._counted))
+        self._counted = now
+        return self._left > 0
+
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[None]:
+        """The work takes as long as this."""
+        began = time.monotonic()
+        yield
+        self._left -= time.monotonic() - began
+
+
 class Grammars:
     """Compiles grammars and fills masks for an engine. For the loop's thread only."""
 
@@ -173,6 +199,7 @@ class Grammars:
         self._words = cache(_words)
         self._bits: IntArray = np.zeros((0, 0), dtype=np.int32)  # masks of the step at hand
         self._rows: _Rows | None = None  # of the step before, mostly those of the next one
+        self._renewals = _Allowance(_RENEWAL_SECONDS, share=_RENEWAL_SHARE)
 
     def compile(
         self,
@@ -217,25 +244,39 @@ class Grammars:
         _note_read(behind, allowed)
         for word, eos_bits in self._words(self._eos_ids):
             bits[:, word] &= ~eos_bits
-        guides, without_token = rows.guides, []
-        for row in _empty_rows(bits):
-            if not self._renew(guides[row], bits[row : row + 1], are_complete[row : row + 1]):
-                without_token.append(row)
-                guides[row].look()
+        guides, without_token = rows.guides, _empty_rows(bits)
+        if self._renew(guides, without_token, bits, are_complete):
+            without_token = _empty_rows(bits)
+        for row in without_token:
+            guides[row].look()
         self._set_ends(rows, bits, are_complete)
         for row in _empty_rows(bits):
             guides[row].get_stuck(for_ends=row not in without_token)
         # The tokenizer may know more ids than the model.
         return TokenMasks(rows.slots, bits[:, : self._num_words])
 
-    def _renew(self, guide: Guide, bits: IntArray, is_complete: BoolArray) -> bool:
-        """Whether a guide got another matcher, whose mask [1, words] is written then."""
-        while guide.renew():
+    def _renew(self, guides: list[Guide], rows: list[int], bits: IntArray, are_complete: BoolArray) -> bool:
+        """Give guides without a token other matchers, where they are broken, and their masks what is allowed.
+
+        Returns whether some got one. All requests wait meanwhile, so there is a limit to the time for it.
+        """
+        have_changed = False
+        for row in rows:
+            if not self._renewals.is_left():
+                break
+            with self._renewals.spent():
+                have_changed |= self._renew_row(guides[row], slice(row, row + 1), bits, are_complete)
+        if have_changed:
             self._rows = None  # the matchers of the next step are others
-            is_complete[:] = self._compiler.backend().batch([guide.matcher]).fill_masks(bits)
-            if not guide.matcher.error:
-                for word, eos_bits in self._words(self._eos_ids):
-                    bits[:, word] &= ~eos_bits
+            for word, eos_bits in self._words(self._eos_ids):
+                bits[:, word] &= ~eos_bits
+        return have_changed
+
+    def _renew_row(self, guide: Guide, row: slice, bits: IntArray, are_complete: BoolArray) -> bool:
+        """Whether a guide got another matcher, and its mask is written."""
+        while (matcher := guide.renewed()) is not None:
+            are_complete[row] = self._compiler.backend().batch([matcher]).fill_masks(bits[row])
+            if not matcher.error:
                 return True
         return False
 

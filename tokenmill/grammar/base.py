@@ -34,10 +34,6 @@ class Matcher(Protocol):
         """Go on by a token; False if the grammar does not allow it, and then the matcher is of no use."""
         ...
 
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens accepted."""
-        ...
-
 
 class Template(Protocol):
     """A compiled grammar."""
@@ -51,11 +47,16 @@ class Template(Protocol):
         ...
 
     def renewed(self, broken: Matcher) -> Matcher | None:
-        """A matcher at the beginning, for one of this grammar's that broke; None: that would break, too.
+        """A matcher at the beginning, for one of this grammar's that broke and may not have by itself.
 
         Matchers of one grammar share what they find out, and a limit of that must not end an output that
-        keeps it by itself.
+        keeps it by itself. None: another one would break, too, or takes too long to make.
         """
+        ...
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether matchers have reached such a limit: outputs to come had better have it compiled anew."""
         ...
 
 

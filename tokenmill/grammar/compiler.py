@@ -57,7 +57,7 @@ class Compiler:
         Called from one thread only.
         """
         known = self._cache.get(grammar)
-        if known is not None:
+        if known is not None and not _is_used_up(known):
             self._cache.move_to_end(grammar)
             return known
         job = _Job(grammar, self._num_jobs)
@@ -88,9 +88,9 @@ class Compiler:
 
     def forget_failures(self) -> None:
         """Compile anew, when they come again, the grammars that could not be compiled: others may have had
-        the machine's time. What was compiled depends on its text alone, and stays."""
+        the machine's time. What was compiled depends on its text alone, and stays while it is of use."""
         for grammar, future in list(self._cache.items()):
-            if future.done() and future.exception() is not None:
+            if future.done() and (future.exception() is not None or _is_used_up(future)):
                 del self._cache[grammar]
 
     def close(self) -> None:
@@ -152,6 +152,10 @@ def _compiled(backend: Backend, grammar: Grammar) -> Template | BadGrammar:
     except Exception as error:
         logger.debug("a grammar library failed", exc_info=True)
         return BadGrammar(str(error).strip()[:500] or repr(error))
+
+
+def _is_used_up(future: Future[Template]) -> bool:
+    return future.done() and future.exception() is None and future.result().is_used_up
 
 
 class _Job:

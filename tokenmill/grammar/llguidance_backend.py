@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MAX_LEXER_STATES = 50_000
 _MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be left out
 # How its messages name these limits; its reasons to stop do not tell them from other failures.
-_LIMITS = re.compile("too many states|items; max is|fuel exhausted|TooComplex")
+_LIMITS = re.compile("too many (states|expressions)|items; max is|fuel exhausted|TooComplex")
 # Letters behind a backslash in JSON, and what may ask for a control character that none of them stands for.
 _ESCAPES = 'nrbtf\\"'
 _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[uxc]")
@@ -47,20 +47,20 @@ _MANY_MASKS = 32
 # A grammar that so many outputs follow is compiled once more for every thread, if that is done in this time.
 _POPULAR = 16
 _COPY_SECONDS = 0.05
-# One whose matchers have used up what they share is compiled anew, for an output at most so long: all wait.
+# One whose matchers have used up what they share is compiled anew, while all wait, if that takes no longer.
 _RENEWAL_SECONDS = 0.5
+_MOST_BROKEN_ALONE = 4  # outputs that used it up by themselves; then this is done no more
 _MOST_THREADS = 8
 
 
 class LlguidanceMatcher:
     """See `Matcher`."""
 
-    def __init__(self, copy: _Copy, place: int, renewal_seconds: float = 0.0) -> None:
-        copy.num_matchers += 1
-        self.inner = copy.first.deep_copy()
-        self.copy = copy
-        self.place = place  # of the copy in its template
-        self.renewal_seconds = renewal_seconds  # that went into matchers of this output
+    def __init__(self, shared: _Shared, place: int) -> None:
+        shared.num_made += 1
+        self.inner = shared.first.deep_copy()
+        self.shared = shared
+        self.place = place  # of that in the template
 
     @property
     def is_accepting(self) -> bool:
@@ -81,17 +81,14 @@ class LlguidanceMatcher:
         """See `Matcher`."""
         return bool(self.inner.consume_token(token))
 
-    def rollback(self, count: int) -> None:
-        """See `Matcher`."""
-        self.inner.rollback(count)
 
-
-class _Copy:
-    """A compiled grammar with all that its matchers have found out of it, behind a lock."""
+class _Shared:
+    """What the library has found out of a grammar, behind a lock: shared by matchers that come of `first`."""
 
     def __init__(self, first: LLMatcher) -> None:
         self.first = first  # at the beginning of an output
-        self.num_matchers = 0
+        self.num_made = 0  # matchers, so far
+        self.is_used_up = False  # a limit was reached
 
 
 class LlguidanceTemplate:
@@ -101,14 +98,20 @@ class LlguidanceTemplate:
         self, first: LLMatcher, again: Callable[[], LLMatcher], *, seconds: float, num_threads: int
     ) -> None:
         """`again` compiles it once more, which takes so many seconds."""
-        self._copies = [_Copy(first)]
+        self._copies = [_Shared(first)]
         self._again = again
         self._seconds = seconds
         self._num_copies = min(num_threads, 1 + int(_COPY_SECONDS / seconds))  # once many use it
         self._num_expected = 0
         self._num_matchers = 0
+        self._num_broken_alone = 0
         self._lacks_copies = self._num_copies > 1
         self._guard = threading.Lock()
+
+    @property
+    def is_used_up(self) -> bool:
+        """See `Template`."""
+        return any(copy.is_used_up for copy in self._copies)
 
     def expect(self, num_outputs: int) -> None:
         """See `Template`."""
@@ -125,17 +128,30 @@ class LlguidanceTemplate:
             return LlguidanceMatcher(self._copies[place], place)
 
     def renewed(self, broken: Matcher) -> LlguidanceMatcher | None:
-        """See `Template`. The states of a lexer are shared, and limited in number; with no more to be had it
-        refuses tokens, mostly with the reason."""
+        """See `Template`. Without room for states the library refuses tokens, mostly with that as reason."""
         assert isinstance(broken, LlguidanceMatcher)
-        seconds = broken.renewal_seconds + self._seconds
-        if broken.copy.num_matchers == 1 or not broken.error or seconds > _RENEWAL_SECONDS:
+        if not broken.error or self._seconds > _RENEWAL_SECONDS:
             return None
-        with self._guard, contextlib.suppress(Exception):
-            if self._copies[broken.place] is broken.copy:
-                self._copies[broken.place] = _Copy(self._again())
-            return LlguidanceMatcher(self._copies[broken.place], broken.place, seconds)
+        with self._guard:
+            broken.shared.is_used_up |= broken.is_too_complex
+            self._num_broken_alone += broken.shared.num_made == 1
+            if broken.shared.num_made == 1 or self._num_broken_alone > _MOST_BROKEN_ALONE:
+                return None
+            current = self._copies[broken.place]
+            if current is not broken.shared and not current.is_used_up:
+                return LlguidanceMatcher(current, broken.place)
+        with contextlib.suppress(Exception):
+            first = self._again()
+            if not first.is_error():
+                return self._first_of(_Shared(first), broken.place)
         return None
+
+    def _first_of(self, copy: _Shared, place: int) -> LlguidanceMatcher:
+        """The first matcher of a new copy, which takes the place of one that is used up."""
+        with self._guard:
+            if self._copies[place].is_used_up:
+                self._copies[place] = copy
+            return LlguidanceMatcher(copy, place)
 
     def _begin_copies(self) -> None:
         """Where many outputs begin together, they wait for the copies: the device computes prompts mostly.
@@ -150,9 +166,9 @@ class LlguidanceTemplate:
                 thread.join()
 
     def _copy(self) -> None:
-        """Side by side, for the library needs no interpreter for most of it."""
+        """Side by side, for the library needs no interpreter for most of it; one that fails leaves none."""
         with contextlib.suppress(Exception), ThreadPoolExecutor(self._num_copies - 1) as threads:
-            self._copies += threads.map(lambda _: _Copy(self._again()), range(1, self._num_copies))
+            self._copies += list(threads.map(lambda _: _Shared(self._again()), range(1, self._num_copies)))
 
 
 class LlguidanceBatch:
@@ -163,7 +179,7 @@ class LlguidanceBatch:
         self._inner = [matcher.inner for matcher in matchers]
         self._rows = list(zip(self._inner, range(len(matchers)), strict=True))
         # Whether threads would get through many matchers without waiting for each other.
-        num_locks = len({matcher.copy for matcher in matchers})
+        num_locks = len({matcher.shared for matcher in matchers})
         self._work_side_by_side = len(matchers) >= _MANY_MASKS and num_locks >= _MANY_LOCKS
 
     def accept(self, tokens: Sequence[int]) -> list[bool]:

@@ -86,11 +86,6 @@ class XgrammarMatcher:
             self.error = f"a token of it takes {seconds:.1f} s, and at most {_MOST_SECONDS:g} s are allowed"
             self.is_too_complex = True
 
-    def rollback(self, count: int) -> None:
-        """See `Matcher`."""
-        self.inner.rollback(count)
-        del self._last_bytes[len(self._last_bytes) - count :]
-
 
 class KnownTokens:
     """Masks, int32 [words], of the ids that are text, by the byte that stands before them."""
@@ -147,6 +142,11 @@ class XgrammarTemplate:
     def renewed(self, broken: Matcher) -> Matcher | None:
         """See `Template`. The only limit is one of time, and of one matcher."""
         return None
+
+    @property
+    def is_used_up(self) -> bool:
+        """See `Template`."""
+        return False
 
 
 class XgrammarBatch:

@@ -34,14 +34,23 @@ class Forwarded:
     columns: SamplingColumns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Captured:
     """A captured step for a fixed number of rows. The tensors are the graph's own."""
 
     graph: Graph[Forwarded]
     inputs_FB: torch.Tensor  # int32, see `read_rows`
-    # What may come behind it: a draw that does what is needed, and for late steps (None) the logits alone.
-    ends: dict[SamplingNeeds | None, Graph[Sampled] | Graph[Unsampled]] = field(default_factory=dict)
+    # What may come behind it: a draw, by what it has to do, or for late steps the logits alone.
+    draws: dict[SamplingNeeds, Graph[Sampled]] = field(default_factory=dict)
+    logits: Graph[Unsampled] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.inputs_FB.shape[1]
+
+    def end(self, needs: SamplingNeeds | None) -> Graph[Sampled] | Graph[Unsampled] | None:
+        """The draw that does what is needed, or (None) the logits; None: it is not captured."""
+        return self.logits if needs is None else self.draws.get(needs)
 
 
 class DecodeGraphs:
@@ -53,8 +62,8 @@ class DecodeGraphs:
         self._policy = policy
         self._recorder = recorder
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
-        # To be captured, while a larger one serves. No other step can be launched before a late one is drawn.
-        self._wanted: tuple[int, StepKind, SamplingNeeds | None] | None = None
+        # To be captured, while a larger one serves.
+        self._wanted: tuple[int, StepKind, SamplingNeeds] | None = None
 
     @property
     def wanted_seconds(self) -> float:
@@ -75,24 +84,24 @@ class DecodeGraphs:
         """
         needs = None if late else drawing_needs(self._rows, plan)
         captured = self._graph(len(plan.slots), step_kind(self._rows, plan), needs)
-        if captured is None:
+        end = None if captured is None else captured.end(needs)
+        if captured is None or end is None:
             return None
-        inputs = self._rows.decode_inputs(plan, size=captured.inputs_FB.shape[1])
+        inputs = self._rows.decode_inputs(plan, size=captured.num_rows)
         captured.inputs_FB.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        captured.ends[needs].replay()
-        return captured.ends[needs].made
+        end.replay()
+        return end.made
 
     def expect_late(self, num_rows: int, kind: StepKind) -> Unsampled | None:
         """Have a graph for such a late step before it comes; what it will make. None: there is no memory."""
         captured = self._graph(num_rows, kind, None)
-        made = None if captured is None else captured.ends[None].made
-        return made if isinstance(made, Unsampled) else None
+        return None if captured is None or captured.logits is None else captured.logits.made
 
     def _graph(self, num_rows: int, kind: StepKind, needs: SamplingNeeds | None) -> _Captured | None:
         """A graph for at least so many rows, with the end that they need. What the policy wants is captured
         now, unless another serves: then there is time for it at `capture_wanted`, but only until the policy
-        wants one again.
+        wants one again, and none for late steps (no needs): nothing is launched before they are drawn.
         """
         size = self._policy.choose(num_rows, kind)
         if size is not None and (size, kind) not in self._graphs:
@@ -106,12 +115,14 @@ class DecodeGraphs:
         if size is None:
             return None
         captured = self._graphs[size, kind]
-        if needs in captured.ends or self._add_end(captured, needs):
+        if captured.end(needs) is not None or self._add_end(captured, needs):
             return captured
         return self._larger(num_rows, kind, needs)
 
     def _capture_if_possible(self, size: int, kind: StepKind, needs: SamplingNeeds | None) -> None:
         """Capture a step and its end; without memory for both, neither is kept."""
+        if not self._policy.may_capture:
+            return
         try:
             captured = self._capture(size, kind)
         except torch.OutOfMemoryError:
@@ -119,29 +130,33 @@ class DecodeGraphs:
             return
         if self._add_end(captured, needs):
             self._graphs[size, kind] = captured
-            self._policy.captured(size, kind, seconds=captured.graph.seconds)
+            self._policy.captured(size, kind, seconds=captured.graph.seconds)  # its end takes next to none
 
     def _add_end(self, captured: _Captured, needs: SamplingNeeds | None) -> bool:
         """Capture an end; whether there was memory for it."""
         if not self._policy.may_capture:
             return False
         try:
-            captured.ends[needs] = self._capture_end(captured, needs)
+            if needs is None:
+                captured.logits = self._capture_logits(captured)
+            else:
+                captured.draws[needs] = self._capture_draw(captured, needs)
         except torch.OutOfMemoryError:
-            self._stop(captured.inputs_FB.shape[1])
+            self._stop(captured.num_rows)
             return False
         return True
 
     def _stop(self, size: int) -> None:
         _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
         self._policy.stop()
+        self._wanted = None
 
     def _larger(self, num_rows: int, kind: StepKind, needs: SamplingNeeds | None) -> _Captured | None:
         """Where nothing more can be captured: the smallest graph that will do and has this end."""
         fitting = {
             size: each
             for (size, its_kind), each in self._graphs.items()
-            if size >= num_rows and its_kind == kind and needs in each.ends
+            if size >= num_rows and its_kind == kind and each.end(needs) is not None
         }
         return fitting[min(fitting)] if fitting else None
 
@@ -153,26 +168,22 @@ class DecodeGraphs:
         )
         return _Captured(graph, inputs_FB)
 
-    def _capture_end(
-        self, captured: _Captured, needs: SamplingNeeds | None
-    ) -> Graph[Sampled] | Graph[Unsampled]:
-        """Record what comes behind a step."""
+    def _capture_logits(self, captured: _Captured) -> Graph[Unsampled]:
+        return self._recorder.record(
+            lambda: decode_logits(self._executor, captured.graph.made),
+            f"the logits of {captured.num_rows} rows",
+        )
+
+    def _capture_draw(self, captured: _Captured, needs: SamplingNeeds) -> Graph[Sampled]:
+        """Record the draw behind a step; no other step waits for its draw now."""
 
         def forward_the_spare_row() -> None:
-            captured.inputs_FB.copy_(self._rows.spare_inputs(size))
+            captured.inputs_FB.copy_(self._rows.spare_inputs(captured.num_rows))
             captured.graph.replay()
 
-        executor, rows, forwarded = self._executor, self._rows, captured.graph.made
-        size = captured.inputs_FB.shape[1]
-        if needs is None:
-            return self._recorder.record(
-                lambda: decode_logits(executor, forwarded),
-                f"the logits of {size} rows",
-                before_it_runs=forward_the_spare_row,
-            )
         return self._recorder.record(
-            lambda: decode_draw(executor, rows, forwarded, needs),
-            f"the draw of {size} rows, {needs}",
+            lambda: decode_draw(self._executor, self._rows, captured.graph.made, needs),
+            f"the draw of {captured.num_rows} rows, {needs}",
             before_it_runs=forward_the_spare_row,
         )
 

@@ -70,7 +70,8 @@ class StepShape:
     long_queries: bool  # whether some prompt has very many tokens in the step
     long_prefixes: bool  # whether much more than its tokens in the step was computed of some prompt before
     kind: StepKind
-    shows_all: bool = False  # whether it makes the hidden states of all tokens; only of a kind without needs
+    needs: SamplingNeeds | None = None  # of the draw that the graph ends with; None: with hidden states
+    shows_all: bool = False  # whether it makes the hidden states of all tokens; only without needs
 
     @property
     def rows(self) -> int:
@@ -79,7 +80,7 @@ class StepShape:
     def holds(self, other: StepShape) -> bool:
         """Whether its graph may run steps of the other shape."""
         return (
-            (self.kind, self.shows_all) == (other.kind, other.shows_all)
+            (self.kind, self.needs, self.shows_all) == (other.kind, other.needs, other.shows_all)
             and (self.long_queries, self.long_prefixes) == (other.long_queries, other.long_prefixes)
             and self.tokens >= other.tokens
             and self.decodes >= other.decodes
@@ -140,7 +141,7 @@ class PromptGraphs:
         if shape is None:
             return None
         captured, draw = self._graphs[shape], None
-        if shape.kind.needs is None and not late:
+        if shape.needs is None and not late:
             draw = self._draw(shape, drawing_needs(self._rows, plan))
             if draw is None:
                 if not captured.draws:
@@ -172,7 +173,8 @@ class PromptGraphs:
             prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
             long_queries=long_queries,
             long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
-            kind=step_kind(self._rows, plan, None if late or is_long else drawing_needs(self._rows, plan)),
+            kind=step_kind(self._rows, plan),
+            needs=None if late or is_long else drawing_needs(self._rows, plan),
             shows_all=shows_all,
         )
 
@@ -232,12 +234,13 @@ class PromptGraphs:
     def _capture_draw(
         self, captured: _Captured, shape: StepShape, needs: SamplingNeeds
     ) -> Graph[torch.Tensor]:
-        """Record the draw behind a step on the spare row: those left in its inputs have gone on."""
-        captured.inputs.copy_(self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot)))
+        """Record the draw behind a step."""
+        spare_inputs = self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot))
         _, rows_R, _ = _views(captured.inputs, shape)
         return self._recorder.record(
             lambda: draw_step(self._executor, self._rows, captured.graph.made, rows_R.to(torch.int64), needs),
             f"the draw of {shape.rows} rows, {needs}",
+            before_it_runs=lambda: captured.inputs.copy_(spare_inputs),  # those of now have gone on
         )
 
 
@@ -322,7 +325,7 @@ def prompt_step(executor: Executor, rows: Rows, inputs: torch.Tensor, shape: Ste
     )
     token_id_T = torch.where(given_T < 0, state.last_token_S[slot_T], given_T)
     hidden_ND = executor.forward_for_graph(token_id_T, layout, needed_N=None if shape.shows_all else last_R)
-    return hidden_ND if kind.needs is None else draw_step(executor, rows, hidden_ND, rows_R, kind.needs)
+    return hidden_ND if shape.needs is None else draw_step(executor, rows, hidden_ND, rows_R, shape.needs)
 
 
 def draw_step(

@@ -32,20 +32,17 @@ class StepKind:
 
     longest: int | None = None  # bound of the keys that a decoding row reads by itself; None: all it can have
     max_pieces: int = 0  # bound of the pieces that shared prefixes leave in a row; 0: nothing is shared
-    needs: SamplingNeeds | None = (
-        None  # of the draw, where the graph ends with one and not with hidden states
-    )
 
 
-def step_kind(rows: Rows, plan: StepPlan, needs: SamplingNeeds | None = None) -> StepKind:
+def step_kind(rows: Rows, plan: StepPlan) -> StepKind:
     """The kind of a step; what its decoding rows share is brought up to date."""
     slots, positions = plan.slots[: plan.num_decodes], plan.starts[: plan.num_decodes]
     if not len(slots):
-        return StepKind(SHORT_KEYS, needs=needs)
+        return StepKind(SHORT_KEYS)
     found = rows.find_shared(slots, positions)
     if found is None:
-        return StepKind(longest_keys(int(positions.max()) + 1), needs=needs)
-    return StepKind(longest_keys(found.longest_own), found.max_pieces, needs)
+        return StepKind(longest_keys(int(positions.max()) + 1))
+    return StepKind(longest_keys(found.longest_own), found.max_pieces)
 
 
 def longest_keys(longest: int) -> int | None:
@@ -61,7 +58,8 @@ def drawing_needs(rows: Rows, plan: StepPlan) -> SamplingNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Graph(Generic[_Made]):
-    """A captured step. What it makes lies in tensors of its own, valid until the next replay of any graph."""
+    """A captured step, or a part of one. What it makes lies in tensors of its own, valid until the next step:
+    of the memory for what it works with, other graphs make use."""
 
     graph: torch.cuda.CUDAGraph
     made: _Made
@@ -85,7 +83,7 @@ class Recorder:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._used = False
-        self._has_graphs = False
+        self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive, whoever lets go of it
         self._num_bytes: int | None = 0  # None: not known since the last capture
 
     @property
@@ -157,9 +155,9 @@ class Recorder:
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is void, which is no news
                 graph.capture_end()
-            if not self._has_graphs:  # a pool dies with its only graph, and gives its memory back
+            if self._first is None:  # a pool dies with its only graph, and gives its memory back
                 self._memory = torch.cuda.graph_pool_handle()
             raise
         graph.capture_end()
-        self._has_graphs = True
+        self._first = self._first or graph
         return graph, made
