@@ -27,6 +27,8 @@ PERSON = {
     "additionalProperties": False,
 }
 PHONE = r"\d{3}-\d{3}-\d{4}"
+# Letters of two halves in turns, and states that double with each place behind an `a` or `b`.
+CROWDED = "([a-m][n-z])*(a[n-z]([a-m][n-z]){4}aq|b[n-z]([a-m][n-z]){4}bz)"
 # Greedy text is likely to finish; so is what a low temperature draws.
 CALM = {"temperature": 0.5, "max_new_tokens": 120}
 
@@ -174,9 +176,25 @@ def test_a_grammar_is_followed_after_the_cache_is_flushed(plain: Any) -> None:
         plain.generate("x", {"ebnf": "root ::= other"})
 
 
+def test_a_used_up_grammar_is_compiled_anew_for_the_requests_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", 300)
+    monkeypatch.setattr(llguidance_backend, "_RENEWAL_SECONDS", 0.0)  # as if compiling it took long
+    crowd = {"regex": CROWDED, "max_new_tokens": 25, "temperature": 1.5}
+    with sgl.Engine(model_path="tiny", device="cpu") as engine:
+        seeded = [{**crowd, "sampling_seed": index} for index in range(40)]
+        first = engine.generate("Hello", seeded[0])
+        results = engine.generate(["Hello"] * 40, seeded, on_error="return")
+        assert any(result["meta_info"]["finish_reason"]["type"] == "abort" for result in results)
+        assert engine.generate("Hello", seeded[0])["text"] == first["text"]
+
+
 def test_many_outputs_do_not_use_up_what_one_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matchers share what they find out, of which there is a limit that each of these outputs keeps."""
-    pattern = "([a-m][n-z])*(a[n-z]([a-m][n-z]){4}aq|b[n-z]([a-m][n-z]){4}bz)"
+    compiled, compile_once = [], llguidance_backend.LlguidanceBackend._matcher
+
+    def counted(library: Any, source: str) -> Any:
+        compiled.append(source)
+        return compile_once(library, source)
 
     def run(limit: int, pattern: str, count: int) -> list[Any]:
         monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", limit)
@@ -188,7 +206,10 @@ def test_many_outputs_do_not_use_up_what_one_grammar_may_take(monkeypatch: pytes
             results = engine.generate(["Hello"] * count, params, on_error="return")
         return [(result["text"], result["meta_info"]["finish_reason"]) for result in results]
 
-    assert run(300, pattern, 40) == run(llguidance_backend._MAX_LEXER_STATES, pattern, 40)
+    expected = run(llguidance_backend._MAX_LEXER_STATES, CROWDED, 40)
+    monkeypatch.setattr(llguidance_backend.LlguidanceBackend, "_matcher", counted)
+    assert run(300, CROWDED, 40) == expected
+    assert len(compiled) > 2
     hopeless = "([a-z ]*a[a-z ]{9}q)|([a-z ]*b[a-z ]{9}z)"
     assert all("too complex" in finish.get("message", "") for _, finish in run(250, hopeless, 4))
 

@@ -130,12 +130,13 @@ class LlguidanceTemplate:
     def renewed(self, broken: Matcher) -> LlguidanceMatcher | None:
         """See `Template`. Without room for states the library refuses tokens, mostly with that as reason."""
         assert isinstance(broken, LlguidanceMatcher)
-        if not broken.error or self._seconds > _RENEWAL_SECONDS:
+        if not broken.error:
             return None
         with self._guard:
             broken.shared.is_used_up |= broken.is_too_complex
-            self._num_broken_alone += broken.shared.num_made == 1
-            if broken.shared.num_made == 1 or self._num_broken_alone > _MOST_BROKEN_ALONE:
+            is_alone = broken.shared.num_made == 1
+            self._num_broken_alone += is_alone
+            if is_alone or self._num_broken_alone > _MOST_BROKEN_ALONE or self._seconds > _RENEWAL_SECONDS:
                 return None
             current = self._copies[broken.place]
             if current is not broken.shared and not current.is_used_up:
