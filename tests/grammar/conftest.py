@@ -17,6 +17,8 @@ from tokenmill.messages import Grammar, GrammarKind
 
 # The bundled model knows 6,144 ids; this one has more, as models do that round their vocabulary up.
 VOCABULARY = 6200
+# Letters of two halves in turns, and states that double with each place behind an `a` or `b`.
+CROWDED = "([a-m][n-z])*(a[n-z]([a-m][n-z]){4}aq|b[n-z]([a-m][n-z]){4}bz)"
 
 
 @cache
@@ -67,3 +69,18 @@ def drawn() -> Callable[..., list[str]]:
         return finished
 
     return outputs
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What llguidance compiles from now on, once for each time."""
+    from tokenmill.grammar.llguidance_backend import LlguidanceBackend
+
+    sources, compile_once = [], LlguidanceBackend._matcher
+
+    def counted(library: LlguidanceBackend, source: str) -> Any:
+        sources.append(source)
+        return compile_once(library, source)
+
+    monkeypatch.setattr(LlguidanceBackend, "_matcher", counted)
+    return sources

@@ -85,9 +85,14 @@ class Guide:
         if self.finish is None and self.matcher.error:
             self.finish = self._break()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the matcher is, and is still needed."""
+        return not self.has_ended and bool(self.matcher.error)
+
     def renewed(self) -> Matcher | None:
         """Another matcher instead of a broken one, which has gone on by all tokens; None: there is none."""
-        while not self.has_ended and (renewed := self._template.renewed(self.matcher)) is not None:
+        while (renewed := self._template.renewed(self.matcher)) is not None:
             self.matcher = renewed
             if all(map(renewed.accept, self._tokens)):
                 self.finish = None
@@ -242,10 +247,10 @@ class Grammars:
         behind, allowed = rows.go_on()
         are_complete = rows.batch.fill_masks(bits)
         _note_read(behind, allowed)
-        for word, eos_bits in self._words(self._eos_ids):
-            bits[:, word] &= ~eos_bits
+        self._forbid_ends(bits)
         guides, without_token = rows.guides, _empty_rows(bits)
-        if self._renew(guides, without_token, bits, are_complete):
+        broken = [row for row in without_token if guides[row].is_broken]
+        if self._renew(guides, broken, bits, are_complete):
             without_token = _empty_rows(bits)
         for row in without_token:
             guides[row].look()
@@ -255,21 +260,25 @@ class Grammars:
         # The tokenizer may know more ids than the model.
         return TokenMasks(rows.slots, bits[:, : self._num_words])
 
-    def _renew(self, guides: list[Guide], rows: list[int], bits: IntArray, are_complete: BoolArray) -> bool:
-        """Give guides without a token other matchers, where they are broken, and their masks what is allowed.
+    def _forbid_ends(self, bits: IntArray) -> None:
+        """Take the model's ends of text out of masks, as which a library may allow them."""
+        for word, eos_bits in self._words(self._eos_ids):
+            bits[:, word] &= ~eos_bits
+
+    def _renew(self, guides: list[Guide], broken: list[int], bits: IntArray, are_complete: BoolArray) -> bool:
+        """Give rows whose matchers are broken others, and their masks what these allow.
 
         Returns whether some got one. All requests wait meanwhile, so there is a limit to the time for it.
         """
         have_changed = False
-        for row in rows:
+        for row in broken:
             if not self._renewals.is_left():
                 break
             with self._renewals.spent():
                 have_changed |= self._renew_row(guides[row], slice(row, row + 1), bits, are_complete)
         if have_changed:
             self._rows = None  # the matchers of the next step are others
-            for word, eos_bits in self._words(self._eos_ids):
-                bits[:, word] &= ~eos_bits
+            self._forbid_ends(bits)
         return have_changed
 
     def _renew_row(self, guide: Guide, row: slice, bits: IntArray, are_complete: BoolArray) -> bool:

@@ -121,8 +121,6 @@ class DecodeGraphs:
 
     def _capture_if_possible(self, size: int, kind: StepKind, needs: SamplingNeeds | None) -> None:
         """Capture a step and its end; without memory for both, neither is kept."""
-        if not self._policy.may_capture:
-            return
         try:
             captured = self._capture(size, kind)
         except torch.OutOfMemoryError:
@@ -153,12 +151,12 @@ class DecodeGraphs:
 
     def _larger(self, num_rows: int, kind: StepKind, needs: SamplingNeeds | None) -> _Captured | None:
         """Where nothing more can be captured: the smallest graph that will do and has this end."""
-        fitting = {
-            size: each
+        fitting = (
+            each
             for (size, its_kind), each in self._graphs.items()
             if size >= num_rows and its_kind == kind and each.end(needs) is not None
-        }
-        return fitting[min(fitting)] if fitting else None
+        )
+        return min(fitting, key=lambda each: each.num_rows, default=None)
 
     def _capture(self, size: int, kind: StepKind) -> _Captured:
         """Record the step on the spare row."""
