@@ -60,6 +60,7 @@ GRANTS: dict[str, set[str]] = {
         "kernels.sharing",  # plain columns: the runner writes them, the kernels read them
         "kernels.rows",  # the runner owns the rows, a kernel gathers them,
         "kernels.operands",  # and these are the columns
+        "kernels.mailbox",  # it writes the letters that captured steps take
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch
         "kernels.openmp",  # it decides how many threads compute, and which of them rest

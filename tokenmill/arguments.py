@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenmill import constraints, logs
-from tokenmill.config import EngineConfig
+from tokenmill.config import MOST_STEPS_IN_FLIGHT, EngineConfig
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.flags import add_engine_flags, add_hidden_engine_flags, given
 from tokenmill.sampling_params import (
@@ -315,7 +315,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "max_queued_requests": partial(check_whole, minimum=0, maximum=2**31 - 1),
     "default_priority_value": partial(check_whole, minimum=-(2**63), maximum=2**63 - 1),
     "priority_scheduling_preemption_threshold": partial(check_whole, minimum=0, maximum=2**63 - 1),
-    "steps_in_flight": partial(check_whole, minimum=1, maximum=64),
+    "steps_in_flight": partial(check_whole, minimum=1, maximum=MOST_STEPS_IN_FLIGHT),
     "watchdog_timeout": partial(check_real, minimum=0, remedy="; seconds, or 0 for never"),
     "preferred_sampling_params": _preferred_sampling_params,
     "random_seed": partial(check_whole, minimum=-(2**63), maximum=2**64 - 1),

@@ -15,6 +15,9 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulePolicy = Literal["fcfs", "lpm", "lof", "random"]
 GrammarBackend = Literal["llguidance", "xgrammar", "none"]
 
+# Steps that may be launched before the oldest is taken in, whatever is asked for.
+MOST_STEPS_IN_FLIGHT = 64
+
 
 def _arg(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """A field with its one-line meaning, from which the command line and the docs are made."""

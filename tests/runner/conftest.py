@@ -31,6 +31,7 @@ class GraphCalls:
     captured_draws: list[str] = field(default_factory=list)
     replayed_draws: int = 0
     full_for: str | None = None  # there is no memory for graphs whose title begins so
+    failing: frozenset[int] = frozenset()  # replays that cannot be launched, counted from 1
 
 
 @pytest.fixture
@@ -52,6 +53,8 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
         def replay(self) -> None:
             calls.replayed += not self.draws
             calls.replayed_draws += self.draws
+            if not self.draws and calls.replayed in calls.failing:
+                raise RuntimeError("this graph cannot be launched")
             _overwrite(self.made, self.step())
 
     class Again:

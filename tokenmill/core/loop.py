@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import MOST_STEPS_IN_FLIGHT, EngineConfig
 from tokenmill.core.control import Control
 from tokenmill.core.deadlines import Clock, Deadlines, timed_out
 from tokenmill.core.device_watch import DeviceWatch, StepClock
@@ -31,8 +31,6 @@ from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Ru
 
 # Nothing to do for so long is rest.
 _SECONDS_AWAKE = 0.05
-# Steps that are launched at most before the oldest is taken in.
-_MOST_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class Loop:
         if depth == 1:
             return 0
         steps = math.ceil(self._runner.preparation_seconds / self._step_clock.seconds)
-        return min(depth + steps, _MOST_AHEAD)
+        return min(depth + steps, MOST_STEPS_IN_FLIGHT)
 
     def _draw_guided(self, guided: Sequence[tuple[int, Guide]]) -> None:
         """Draw the newest step under the grammars of these slots; ends requests that are left no token."""

@@ -552,12 +552,12 @@ void gated_silu(const struct gate *a) { share(gate_row, a, a->num_rows, grain_of
 struct rotation {
     const element *x, *cosines, *sines;
     element *out;
-    long num_tokens, heads, stride_token, stride_head, head_dim, half;
+    long num_tokens, heads, stride_token, stride_head, head_dim, half, stride_angle;
 };
 
 static void rotate_token(const void *arguments, long token) {
     const struct rotation *a = arguments;
-    const element *cosines = a->cosines + token * a->half, *sines = a->sines + token * a->half;
+    const element *cosines = a->cosines + token * a->stride_angle, *sines = a->sines + token * a->stride_angle;
     for (long head = 0; head < a->heads; head++) {
         const element *x = a->x + token * a->stride_token + head * a->stride_head;
         element *out = a->out + (token * a->heads + head) * a->head_dim;

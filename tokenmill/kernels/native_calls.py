@@ -25,7 +25,7 @@ _ARGUMENTS = {
     "widen_rows": Struct("2P2l"),
     "rms_norm": Struct("5P5lf"),
     "gated_silu": Struct("2P2l"),
-    "rotate": Struct("4P6l"),
+    "rotate": Struct("4P7l"),
     "store": Struct("4P5l"),
     "decode": Struct("5P6lf"),
 }
@@ -163,12 +163,13 @@ def gated_silu(kernels: ctypes.CDLL, gate_up_T2F: torch.Tensor) -> torch.Tensor:
 def rotate(
     kernels: ctypes.CDLL, x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
 ) -> torch.Tensor:
-    """The rotation of `rotary.rotate_torch` for queries or for keys; contiguous cosines and sines."""
+    """The rotation of `rotary.rotate_torch` for queries or for keys; cosines and sines are laid out alike."""
     num_tokens, num_heads, head_dim = x_THD.shape
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
     _call(
         kernels, "rotate", (x_THD, cos_TR, sin_TR, out_THD),
         num_tokens, num_heads, x_THD.stride(0), x_THD.stride(1), head_dim, cos_TR.shape[1],
+        cos_TR.stride(0),
     )  # fmt: skip
     return out_THD
 

@@ -1,6 +1,7 @@
 """Tensors that go into fused kernels together. S slots (persistent rows), B rows of a step, G page groups, C
 columns of a page table; D head size, I inputs of a product, T tokens, R half of the
-rotated dimensions; caches are [N, B, K, D]: pages, tokens of a page, key heads."""
+rotated dimensions; caches are [N, B, K, D]: pages, tokens of a page, key heads.
+Letters are [N, L] and [N, B]: letters, numbers of one, rows of a step."""
 
 from __future__ import annotations
 
@@ -66,3 +67,13 @@ class StepRows:
     min_p_B: torch.Tensor
     seed_B: torch.Tensor
     drawn_position_B: torch.Tensor  # int64, of the token that the step draws
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """What host and device leave each other for a step, taken one after the other, from the first again after
+    the last."""
+
+    inputs_NL: torch.Tensor  # int32, of the host's memory, where the device can read it
+    answers_NB: torch.Tensor  # int64, the same
+    turn_1: torch.Tensor  # int64, of the device: how many letters were taken

@@ -27,7 +27,7 @@ def rotate(
 
         return triton_rotary.rotate(q_THD, k_TKD, cos_TR, sin_TR)
     kernels = native.for_tensor(q_THD)
-    if kernels is not None and cos_TR.is_contiguous() and sin_TR.is_contiguous():
+    if kernels is not None and cos_TR.stride(1) == 1 and cos_TR.stride() == sin_TR.stride():
         return native_calls.rotate(kernels, q_THD, cos_TR, sin_TR), native_calls.rotate(
             kernels, k_TKD, cos_TR, sin_TR
         )

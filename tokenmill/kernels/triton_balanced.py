@@ -81,8 +81,8 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
     num_rows, device = lengths_R.shape[0], lengths_R.device
     tiles_3N = torch.empty((3, num_rows * triton.cdiv(longest, tile_keys)), dtype=torch.int32, device=device)
     # While kernels are compiled, those that fill these may be skipped: then there are no tiles.
-    count = torch.zeros(1, dtype=torch.int32, device=device)
-    cuts_3P = torch.zeros((3, num_runs + 1), dtype=torch.int32, device=device)
+    numbers = torch.zeros(3 * (num_runs + 1) + 1, dtype=torch.int32, device=device)
+    cuts_3P, count = numbers[:-1].view(3, -1), numbers[-1:]
     _list_kernel[(num_rows,)](
         lengths_R,
         tiles_3N,
@@ -94,6 +94,7 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         LISTED_AT_ONCE=LISTED_AT_ONCE,
         num_warps=4,
+        **overlap_options(device),
     )
     _cut_kernel[(1,)](
         tiles_3N,
@@ -104,6 +105,7 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         BLOCK_N=tile_keys,
         BLOCK_RUNS=triton.next_power_of_2(num_runs + 1),
         num_warps=4,
+        **overlap_options(device),
     )
     return Runs(shape, tiles_3N, cuts_3P)
 
@@ -213,7 +215,8 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "stride_tile", "stride_row"], do_not_specialize_on_alignment=["lengths"]
+    do_not_specialize=["num_rows", "stride_tile", "stride_row"],
+    do_not_specialize_on_alignment=["lengths", "count"],
 )
 def _list_kernel(
     lengths,
@@ -225,8 +228,11 @@ def _list_kernel(
     BLOCK_N: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
     LISTED_AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row: its tiles, behind those of all rows that are listed before it."""
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     rank = tl.program_id(0)
     before = 0
     for begin in range(0, rank, ROWS_AT_ONCE):
@@ -248,7 +254,7 @@ def _list_kernel(
         tl.store(count, before + number)
 
 
-@triton.jit(do_not_specialize=["stride_tile"])
+@triton.jit(do_not_specialize=["stride_tile"], do_not_specialize_on_alignment=["count"])
 def _cut_kernel(
     tiles,
     count,
@@ -257,8 +263,11 @@ def _cut_kernel(
     NUM_RUNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Cut the tiles into runs whose lengths differ by one at most."""
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     runs = tl.arange(0, BLOCK_RUNS)
     num_tiles = tl.load(count).to(tl.int64)
     begin = num_tiles * runs // NUM_RUNS

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import RowState, StepRows
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 COLUMNS_PER_PROGRAM = 1024
 
@@ -49,6 +50,7 @@ def read_rows(state: RowState, inputs_FB: torch.Tensor, *, page_size: int) -> St
         PAGE_SIZE=page_size,
         BLOCK_COLUMNS=block,
         num_warps=4 if block > 128 else 1,
+        **overlap_options(inputs_FB.device),
     )
     return rows
 
@@ -81,7 +83,10 @@ def _read_rows_kernel(
     num_columns,
     PAGE_SIZE: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     group = tl.program_id(1)
     block = tl.program_id(2)

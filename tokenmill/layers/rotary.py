@@ -42,11 +42,10 @@ class RopeSpec:
 class Rotary(nn.Module):
     """Cosines and sines of all positions below `num_positions`, computed once in float32 on the host.
 
-    The rows of a step are looked up once and shared by all layers.
+    They are looked up once in a step, together, and shared by all layers.
     """
 
-    cosines_PR: torch.Tensor
-    sines_PR: torch.Tensor
+    cosines_and_sines_PW: torch.Tensor  # W = 2R
 
     def __init__(
         self, spec: RopeSpec, *, num_positions: int, dtype: torch.dtype, device: torch.device
@@ -55,12 +54,14 @@ class Rotary(nn.Module):
         positions_P = torch.arange(num_positions)
         frequencies, factor = inverse_frequencies(spec, positions_P)
         angles_PR = positions_P[:, None].float() * frequencies
-        self.register_buffer("cosines_PR", (angles_PR.cos() * factor).to(device, dtype), persistent=False)
-        self.register_buffer("sines_PR", (angles_PR.sin() * factor).to(device, dtype), persistent=False)
+        both_PW = torch.cat((angles_PR.cos(), angles_PR.sin()), dim=1) * factor
+        self.register_buffer("cosines_and_sines_PW", both_PW.to(device, dtype), persistent=False)
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
         """Cosines and sines, each [T, R] in the model's dtype, times the scaling's attention factor."""
-        return look_up(self.cosines_PR, positions_T), look_up(self.sines_PR, positions_T)
+        both_TW = look_up(self.cosines_and_sines_PW, positions_T)
+        half = both_TW.shape[1] // 2
+        return both_TW[:, :half], both_TW[:, half:]
 
 
 def inverse_frequencies(spec: RopeSpec, positions_P: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -90,6 +90,8 @@ class Rows:
             device=device,
             logprobs_ignore_temperature=logprobs_ignore_temperature,
         )
+        # Rows that compute one token each begin at these tokens of a step.
+        self._ranks = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         # The host's copy of one group's tables: what rows share in one they share in all.
         self._pages_SC = np.full((num_slots, num_columns), spare_page, dtype=np.int32)
         self._forest = None
@@ -139,7 +141,7 @@ class Rows:
         Rows past the plan's are spare ones.
         """
         count = len(plan.slots)
-        inputs = self._blank_inputs(size)
+        inputs = self.blank_inputs(size)
         inputs[0, :count], inputs[1, :count] = plan.slots, plan.starts
         if len(plan.page_slots):
             self._row_of_slot_S[plan.slots] = np.arange(count)
@@ -198,7 +200,7 @@ class Rows:
             positions_T=step.position_B,
             slot_mapping_T=tuple(step.cache_slot_GB),
             page_table_RP=tuple(step.page_table_GBC),
-            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
+            query_starts=self._ranks[: num_rows + 1],
             lengths_R=step.length_B,
             num_decodes=num_rows,
             host_query_lengths=[1] * num_rows,
@@ -216,11 +218,17 @@ class Rows:
         return self.max_length, self._forest.shared(num_rows, Found(longest, max_pieces))
 
     def spare_inputs(self, size: int) -> torch.Tensor:
-        """Inputs of a step of spare rows (int32 [F, size])."""
-        return self.to_device(self._blank_inputs(size))
+        """`blank_inputs` on the device."""
+        return self.to_device(self.blank_inputs(size))
 
-    def _blank_inputs(self, size: int) -> IntArray:
-        inputs = np.full((num_inputs(len(self.state.page_table_GSC)), size), -1, dtype=np.int32)
+    @property
+    def num_inputs(self) -> int:
+        """Lines of the inputs of a step whose rows all decode."""
+        return num_inputs(len(self.state.page_table_GSC))
+
+    def blank_inputs(self, size: int) -> IntArray:
+        """Inputs of a step of spare rows (int32 [F, size])."""
+        inputs = np.full((self.num_inputs, size), -1, dtype=np.int32)
         inputs[0], inputs[1] = self.spare_slot, 0
         return inputs
 

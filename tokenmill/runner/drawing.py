@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenmill.runner.batch import Rows
+from tokenmill.runner.mailbox import Mailbox
 from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample
 from tokenmill.sampling.logprobs import TokenLogprobs, token_logprobs
 
@@ -31,7 +32,8 @@ class Changes:
 class Sampled:
     """Tokens of Q rows, and their log-probabilities where some row wants them."""
 
-    # int64; int32 where they came to the host with their log-probabilities. Below 0: see `sampling.Draw`.
+    # int64; int32 where they came to the host with their log-probabilities. Those of a captured step without
+    # any are in the host's memory. Below 0: see `sampling.Draw`.
     tokens_Q: torch.Tensor
     logprobs: TokenLogprobs | None
 
@@ -56,8 +58,12 @@ def draw_tokens(
     columns: SamplingColumns,
     needs: SamplingNeeds,
     changes: Changes = NO_CHANGES,
+    mailbox: Mailbox | None = None,
 ) -> Sampled:
-    """Draw a token for each row, which becomes its last token; `logits_QV` may be overwritten."""
+    """Draw a token for each row, which becomes its last token; `logits_QV` may be overwritten.
+
+    With a mailbox, of which these rows took a letter, it is answered.
+    """
     adjustments = rows.extras.adjustments
     if needs.penalties:
         logits_QV = adjustments.penalize(logits_QV, slots_Q)
@@ -77,5 +83,8 @@ def draw_tokens(
         )
     if needs.penalties:
         adjustments.count(draw.tokens_R, slots_Q)
-    rows.state.last_token_S[slots_Q] = draw.tokens_R
+    if mailbox is None:
+        rows.state.last_token_S[slots_Q] = draw.tokens_R
+    else:
+        mailbox.answer(draw, slots_Q, rows.state.last_token_S)
     return Sampled(draw.told_R, logprobs)

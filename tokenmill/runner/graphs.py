@@ -1,10 +1,10 @@
 """CUDA graphs for steps in which every row decodes. Which sizes there are is decided in `capture.py`.
 
 A graph holds a step up to its hidden states: page-table entries, last tokens, embedding, layers. Its inputs
-are the rows' slots, positions and new pages, in one copy; everything else lies in the persistent rows.
-A small graph behind it does the rest: logits, draw and the write of the new last tokens, for one way to
-draw, or only the logits for a late step. So a new way to draw takes a millisecond to capture, and one more
-launch costs a step 0 to 5 microseconds.
+are the rows' slots, positions and new pages, in a letter (`mailbox.py`); everything else lies in the
+persistent rows. A small graph behind it does the rest: logits, draw and the write of the new last tokens, to
+the host, too, for one way to draw, or only the logits for a late step. So a new way to draw takes a
+millisecond to capture, and one more launch costs a step 0 to 5 microseconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tokenmill.runner.batch import Rows
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
+from tokenmill.runner.mailbox import Mailbox
 from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
 from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
@@ -39,14 +40,10 @@ class _Captured:
     """A captured step for a fixed number of rows. The tensors are the graph's own."""
 
     graph: Graph[Forwarded]
-    inputs_FB: torch.Tensor  # int32, see `read_rows`
+    num_rows: int
     # What may come behind it: a draw, by what it has to do, or for late steps the logits alone.
     draws: dict[SamplingNeeds, Graph[Sampled]] = field(default_factory=dict)
     logits: Graph[Unsampled] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self.inputs_FB.shape[1]
 
     def end(self, needs: SamplingNeeds | None) -> Graph[Sampled] | Graph[Unsampled] | None:
         """The draw that does what is needed, or (None) the logits; None: it is not captured."""
@@ -56,9 +53,12 @@ class _Captured:
 class DecodeGraphs:
     """Replays decode steps. Not thread-safe; owned by one runner."""
 
-    def __init__(self, executor: Executor, rows: Rows, *, policy: CapturePolicy, recorder: Recorder) -> None:
+    def __init__(
+        self, executor: Executor, rows: Rows, mailbox: Mailbox, *, policy: CapturePolicy, recorder: Recorder
+    ) -> None:
         self._executor = executor
         self._rows = rows
+        self._mailbox = mailbox
         self._policy = policy
         self._recorder = recorder
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
@@ -76,22 +76,31 @@ class DecodeGraphs:
         if wanted is not None:
             self._capture_if_possible(*wanted)
 
+    def close(self) -> None:
+        """Let go of the host's memory, once no step reads or writes it any more."""
+        self._mailbox.close()
+
     def replay(self, plan: StepPlan, *, late: bool) -> Sampled | Unsampled | None:
         """Queue a step whose rows all decode, if `late` up to its logits; it may have made more rows.
 
-        What it made is valid until the next replay. None: there is no graph that is large enough, and no
-        memory to capture one.
+        What it made is valid until the next replay, and tokens without log-probabilities, which are on the
+        host once the step is done, until it is collected. None: there is no graph that is large enough, and
+        no memory to capture one.
         """
         needs = None if late else drawing_needs(self._rows, plan)
         captured = self._graph(len(plan.slots), step_kind(self._rows, plan), needs)
         end = None if captured is None else captured.end(needs)
         if captured is None or end is None:
             return None
-        inputs = self._rows.decode_inputs(plan, size=captured.num_rows)
-        captured.inputs_FB.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
-        captured.graph.replay()
+        tokens_B = self._mailbox.post(self._rows.decode_inputs(plan, size=captured.num_rows))
+        try:
+            captured.graph.replay()
+        except Exception:
+            self._mailbox.settle()
+            raise
         end.replay()
-        return end.made
+        made = end.made
+        return Sampled(tokens_B, None) if isinstance(made, Sampled) and made.logprobs is None else made
 
     def expect_late(self, num_rows: int, kind: StepKind) -> Unsampled | None:
         """Have a graph for such a late step before it comes; what it will make. None: there is no memory."""
@@ -159,12 +168,16 @@ class DecodeGraphs:
         return min(fitting, key=lambda each: each.num_rows, default=None)
 
     def _capture(self, size: int, kind: StepKind) -> _Captured:
-        """Record the step on the spare row."""
-        inputs_FB = self._rows.spare_inputs(size)
-        graph = self._recorder.record(
-            lambda: decode_forward(self._executor, self._rows, inputs_FB, kind), f"{size} rows, {kind}"
-        )
-        return _Captured(graph, inputs_FB)
+        """Record the step; should it have to run, then on the spare row."""
+        try:
+            graph = self._recorder.record(
+                lambda: decode_forward(self._executor, self._rows, self._mailbox.take(size), kind),
+                f"{size} rows, {kind}",
+                before_it_runs=lambda: self._mailbox.post(self._rows.blank_inputs(size)),
+            )
+        finally:
+            self._mailbox.settle()
+        return _Captured(graph, size)
 
     def _capture_logits(self, captured: _Captured) -> Graph[Unsampled]:
         return self._recorder.record(
@@ -176,11 +189,11 @@ class DecodeGraphs:
         """Record the draw behind a step; no other step waits for its draw now."""
 
         def forward_the_spare_row() -> None:
-            captured.inputs_FB.copy_(self._rows.spare_inputs(captured.num_rows))
+            self._mailbox.post(self._rows.blank_inputs(captured.num_rows))
             captured.graph.replay()
 
         return self._recorder.record(
-            lambda: decode_draw(self._executor, self._rows, captured.graph.made, needs),
+            lambda: decode_draw(self._executor, self._rows, captured.graph.made, needs, self._mailbox),
             f"the draw of {captured.num_rows} rows, {needs}",
             before_it_runs=forward_the_spare_row,
         )
@@ -207,7 +220,9 @@ def decode_logits(executor: Executor, forwarded: Forwarded) -> Unsampled:
     return Unsampled(executor.logits(hidden_BD), hidden_BD, forwarded.slots_B, forwarded.columns)
 
 
-def decode_draw(executor: Executor, rows: Rows, forwarded: Forwarded, needs: SamplingNeeds) -> Sampled:
-    """One token of each row."""
+def decode_draw(
+    executor: Executor, rows: Rows, forwarded: Forwarded, needs: SamplingNeeds, mailbox: Mailbox
+) -> Sampled:
+    """One token of each row, which the mailbox has, too."""
     logits_BV = executor.logits(forwarded.hidden_BD)
-    return draw_tokens(rows, logits_BV, forwarded.slots_B, forwarded.columns, needs)
+    return draw_tokens(rows, logits_BV, forwarded.slots_B, forwarded.columns, needs, mailbox=mailbox)

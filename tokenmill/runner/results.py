@@ -105,6 +105,8 @@ class Results:
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:  # the device writes it there by itself
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -30,6 +30,7 @@ from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import tokens_of, wishes
+from tokenmill.runner.mailbox import Mailbox
 from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
@@ -322,6 +323,7 @@ class LocalRunner:
 
     def _close_graphs(self) -> None:
         if self._graphs is not None:
+            self._graphs.decodes.close()
             self._graphs.draws.close()
         self._graphs = None
 
@@ -381,8 +383,10 @@ def _graphs(
     recorder = Recorder(placement.device, kernels)
     most_rows = placement.max_running_requests
     seconds = row_seconds(num_parameters)
+    policy = CapturePolicy(most_rows, row_seconds=seconds)
+    mailbox = Mailbox(num_lines=rows.num_inputs, most_rows=most_rows, device=placement.device)
     return _Graphs(
-        DecodeGraphs(executor, rows, policy=CapturePolicy(most_rows, row_seconds=seconds), recorder=recorder),
+        DecodeGraphs(executor, rows, mailbox, policy=policy, recorder=recorder),
         PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
         MaskedDraws(rows, vocab_size=vocab_size, most_rows=most_rows, recorder=recorder),
         recorder,

@@ -24,6 +24,7 @@ from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import decode_draw, decode_forward, decode_logits
 from tokenmill.runner.hardware import Placement
+from tokenmill.runner.mailbox import Mailbox
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
@@ -84,8 +85,9 @@ class Scout:
             pool=pool,
             deterministic=placement.deterministic,
         )
+        most_rows = max((placement.max_running_requests, *_TILED))
         self._rows = Rows(
-            num_slots=placement.max_running_requests,
+            num_slots=most_rows,
             num_columns=-(-spec.context_length // config.page_size),
             num_groups=1 + max(layer.group for layer in layers),
             page_size=config.page_size,
@@ -96,6 +98,7 @@ class Scout:
         )
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
+        self._mailbox = Mailbox(num_lines=self._rows.num_inputs, most_rows=most_rows, device=placement.device)
         self._compilation = ParallelCompilation(placement.device)
 
     def compile(self) -> ParallelCompilation:
@@ -117,6 +120,7 @@ class Scout:
         # The steps below use what this kernel reads as indices, so it must not be skipped any more.
         reading.wait()
         with compilation:
+            self._mailbox.take(1)
             most = self._placement.max_running_requests
             for size in (1, most):
                 self._decode(size, StepKind(), _FILTERED)
@@ -166,7 +170,7 @@ class Scout:
         if self._placement.attention_backend != "triton":
             return
         forwarded = decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
-        decode_draw(self._executor, self._rows, forwarded, needs)
+        decode_draw(self._executor, self._rows, forwarded, needs, self._mailbox)
         self._forget_tokens()
 
     def _mask(self) -> None:
