@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokenmill as sgl
+from tokenmill.core import process
 
 pytestmark = pytest.mark.cpu
 
@@ -254,6 +255,42 @@ def _make_in(process_id: int) -> SpoiledThere:
     if os.getpid() != process_id:
         raise SystemExit("not in this process")
     return SpoiledThere()
+
+
+class Text(str):
+    """Of a class that only this process knows; so is the next."""
+
+    __reduce_ex__ = None  # type: ignore[assignment]
+
+
+class Number(int):
+    __reduce_ex__ = None  # type: ignore[assignment]
+
+
+def test_texts_and_numbers_of_classes_of_their_own_are_read_in_the_process_of_the_core() -> None:
+    preferred = {"stop": Text("qqq"), "custom_params": {Text("key"): Text("value")}}
+    with sgl.Engine(model_path="tiny", core_process=True, preferred_sampling_params=preferred) as llm:
+        answer = llm.generate("The cat", GREEDY)["output_ids"]
+        params = {**GREEDY, "custom_params": {Text("a"): [Text("b"), Number(5)]}}
+        one = llm.generate(Text("The cat"), params, rid=Text("mine"))
+        two = llm.generate(["The cat"] * 2, params, rid=[Text("first"), Text("second")])
+        assert [each["output_ids"] for each in (one, *two)] == [answer] * 3
+        assert [each["meta_info"]["id"] for each in (one, *two)] == ["mine", "first", "second"]
+
+
+def test_requests_that_cannot_be_read_in_the_process_of_the_core_fail_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Should something reach it that is not known there."""
+    with sgl.Engine(model_path="tiny", core_process=True) as llm:
+        answer = llm.generate("The cat", GREEDY)["output_ids"]
+        with monkeypatch.context() as broken:
+            broken.setattr(process, "_pickled", lambda _: b"no pickle")
+            with pytest.raises(sgl.RequestFailed, match="cannot cross to the core's process"):
+                llm.generate("The cat", GREEDY)
+            outputs = llm.generate(["The cat"] * 2, GREEDY, on_error="return")
+        assert [each["error"]["status_code"] for each in outputs] == [400, 400]
+        assert llm.generate("The cat", GREEDY)["output_ids"] == answer
 
 
 def test_what_cannot_be_read_in_the_process_of_the_core_fails_alone() -> None:

@@ -72,6 +72,11 @@ def plain(value: Any) -> Any:
     )
 
 
+def plain_text(text: str) -> str:
+    """The text as one of Python's own class, which is known in every process."""
+    return text if type(text) is str else str.__str__(text)
+
+
 def unpacked(name: str, value: Any) -> Any:
     """The list inside an array or tensor; anything else as it is."""
     if not callable(getattr(value, "tolist", None)):
@@ -241,10 +246,14 @@ def _json_like(name: str, value: Any, depth: int) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise WrongType(f"{name} has the key {show(key)}; keys must be strings")
-        return {key: _json_like(f"{name}[{key!r}]", item, depth - 1) for key, item in value.items()}
-    number = plain(value)
-    if number is None or isinstance(number, bool | int | float | str):
+        return {
+            plain_text(key): _json_like(f"{name}[{key!r}]", item, depth - 1) for key, item in value.items()
+        }
+    number = _plain_of(name, value)
+    if number is None or isinstance(number, bool | int | float):
         return number
+    if isinstance(number, str):
+        return plain_text(number)
     items = unpacked(name, value)
     if not isinstance(items, list | tuple):
         raise WrongType(f"{name} must be a number, string, bool, None, list or dict, got {show(value)}")

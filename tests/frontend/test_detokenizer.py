@@ -166,6 +166,10 @@ def test_spaces_around_words(tokenizers: dict[str, Tokenizer], make_request: Cal
     assert tokenizer.texts([(make_request(words), words)]) == [" for"]
     start = [tokenizer.get().bos_token_id]
     assert tokenizer.texts([(make_request(start), words)]) == ["for"]
+    for count in (7, 8, 30):
+        request = make_request([*words, *start * count])
+        assert tokenizer.texts([(request, words)]) == [" for"]
+        assert tokenizer.open_text(request).push(words, LENGTH)[0] == " for"
     bert = tokenizers["word piece"]
     vocab = bert.get().get_vocab()
     ids = [vocab[piece] for piece in ("hello", "##s", "world", ".", "[UNK]")]

@@ -325,7 +325,7 @@ def test_logprobs_show_no_token_where_none_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("", 0), ("H", 1), ("He", 1), ("Hel", 2), ("Hello", 2), ("other", 3)]
+    ("text", "shown"), [("", 0), ("H", 1), ("He", 1), ("Hel", 2), ("Hello", 2), ("Hello ", 3), ("other", 3)]
 )
 def test_logprobs_end_where_a_stop_string_has_cut_the_text(text: str, shown: int) -> None:
     tokens = [(-0.1, 1, "He"), (-0.2, 2, "llo"), (-0.3, 3, " you")]
@@ -335,8 +335,58 @@ def test_logprobs_end_where_a_stop_string_has_cut_the_text(text: str, shown: int
     assert len(choice["logprobs"]["content"]) == shown
 
 
+@pytest.mark.parametrize(
+    ("text", "texts", "offsets"),
+    [
+        ("one two", ["one", " two"], [0, 3]),
+        ("one two three", ["one", "two", "three"], [0, 3, 7]),  # as SentencePiece names words
+        ("hé!", ["h", "\ufffd", "\ufffd", "!"], [0, 1, 1, 2]),
+        ("a日本b", ["a\ufffd", "\ufffd", "\ufffd", "\ufffd", "\ufffd", "\ufffd", "b"], [0, 1, 1, 1, 1, 1, 3]),
+        ("x\ufffdy", ["x", "\ufffd", "y"], [0, 1, 2]),
+        ("ab", ["a", "<s>", "b", "<s>"], [0, 1, 1, 2]),  # special tokens that the text leaves out
+    ],
+)
+def test_offsets_are_those_of_the_text(text: str, texts: list[str], offsets: list[int]) -> None:
+    """Also where tokens add something else than their own text."""
+    tokens = [(-0.1, index, own) for index, own in enumerate(texts)]
+    shown = result(text, LENGTH, num_output=len(texts), output_token_logprobs=tokens)
+    [choice] = text_completion([shown], id="1", model="m")["choices"]
+    assert choice["logprobs"]["tokens"] == texts
+    assert choice["logprobs"]["text_offset"] == offsets
+
+
+@pytest.mark.parametrize(
+    ("text", "texts", "shown"),
+    [
+        (" Paris.", [" Paris", "."], 2),  # with `include_stop_str_in_output`
+        (" Paris", [" Paris", "."], 1),
+        (" Paris", [" Paris", "<s>"], 1),
+        ("one two.", ["one", "two", "."], 3),
+        ("", ["."], 0),
+    ],
+)
+def test_the_token_that_ended_a_text_is_shown_where_the_text_has_it(
+    text: str, texts: list[str], shown: int
+) -> None:
+    tokens = [(-0.1, index, own) for index, own in enumerate(texts)]
+    ended = result(text, {"type": "stop", "matched": 7}, num_output=len(texts), output_token_logprobs=tokens)
+    [choice] = chat_completion([ended], id="1", model="m")["choices"]
+    assert len(choice["logprobs"]["content"]) == shown
+
+
+def test_tokens_are_cut_where_the_text_is_although_others_are_no_text() -> None:
+    texts = ["\ufffd", "\ufffd", "\ufffd", "The", " future", " of"]
+    tokens = [(-0.1, index, own) for index, own in enumerate(texts)]
+    cut = result(
+        "日The ", {"type": "stop", "matched": "future of"}, num_output=6, output_token_logprobs=tokens
+    )
+    [choice] = text_completion([cut], id="1", model="m")["choices"]
+    assert choice["logprobs"]["tokens"] == texts[:5]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 4]
+
+
 def test_logprobs_of_completions() -> None:
-    shown = result("Hé?", LENGTH, num_output=3, output_token_logprobs=TOKENS, output_top_logprobs=TOPS)
+    shown = result("Hé\ufffd", LENGTH, num_output=3, output_token_logprobs=TOKENS, output_top_logprobs=TOPS)
     [choice] = text_completion([shown], id="1", model="m")["choices"]
     assert choice["logprobs"] == {
         "tokens": ["Hé", "\ufffd", "</s>"],
@@ -344,7 +394,7 @@ def test_logprobs_of_completions() -> None:
         "top_logprobs": [{"Hé": -0.1, "x": -2.0}, {"y": -0.1, "\ufffd": -0.2}, {"z": -0.5, "</s>": -3.0}],
         "text_offset": [0, 2, 3],
     }
-    plain = result("Hé?", LENGTH, num_output=3, output_token_logprobs=TOKENS)
+    plain = result("Hé\ufffd", LENGTH, num_output=3, output_token_logprobs=TOKENS)
     [choice] = text_completion([plain], id="1", model="m")["choices"]
     assert choice["logprobs"]["top_logprobs"] is None
 

@@ -158,6 +158,21 @@ def test_more_tokens_than_the_grammar_has(plain: Any) -> None:
     assert output["meta_info"]["completion_tokens"] >= 5
 
 
+def test_ends_that_do_not_end_the_output_are_held_back_too(plain: Any) -> None:
+    """With `ignore_eos`, while the grammar has something else."""
+    ends = plain.get_server_info()["eos_token_ids"]
+    params = {"min_new_tokens": 5, "max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
+    params["logit_bias"] = dict.fromkeys(map(str, ends), 50.0)
+    first, other = plain.generate(
+        ["Well,"] * 2, [{**params, "regex": each} for each in ("(a|b)*", "[ab]{3}")]
+    )
+    assert re.fullmatch("[ab]+", first["text"])
+    assert [token in ends for token in first["output_ids"]] == [False] * 5 + [True] * 3
+    assert re.fullmatch("[ab]{3}", other["text"])
+    assert len(other["output_ids"]) == 8
+    assert set(other["output_ids"][3:]) <= set(ends)
+
+
 def test_a_bad_row_of_a_stream_says_why(plain: Any) -> None:
     chunks = list(plain.generate("x", {"ebnf": "root ::= other"}, stream=True))
     reason = chunks[-1]["meta_info"]["finish_reason"]

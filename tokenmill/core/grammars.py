@@ -40,8 +40,10 @@ class Guide:
         self.finish: Finish | None = None
         self.has_ended = False  # an end was drawn and, with `ignore_eos`, the request goes on
         self.unread = _NO_TOKEN  # the token drawn last, while the matcher has not gone on by it
-        # Ends that the sampler holds back until so many tokens are out.
-        self.min_new_tokens = request.params.min_new_tokens if request.stop_ids else 0
+        # Ends are held back until so many tokens are out. Those that do not end the request, with
+        # `ignore_eos`, are not where the grammar has nothing else.
+        self.min_new_tokens = request.params.min_new_tokens
+        self.goes_on = not request.stop_ids
         self._tokens: list[int] = []
 
     @property
@@ -304,7 +306,8 @@ class Grammars:
         if rows.ended:
             bits[rows.ended], are_complete[rows.ended] = 0, True
         for row in rows.held_back:
-            if rows.guides[row].num_accepted < rows.guides[row].min_new_tokens:
+            guide = rows.guides[row]
+            if guide.num_accepted < guide.min_new_tokens and not (guide.goes_on and not bits[row].any()):
                 are_complete[row] = False
         for end_ids, of_these in rows.of_ends.items():
             for word, end_bits in self._words(end_ids):

@@ -8,6 +8,7 @@ takes a dead one's place is the matter of `restart.py`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import fcntl
 import gc
@@ -33,7 +34,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit, build_loop
 from tokenmill.core.watchdog import Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, told
-from tokenmill.messages import AnswerSink, DeathSink, EngineFacts, Output, Request, Sink
+from tokenmill.messages import AnswerSink, DeathSink, EngineFacts, Finish, Output, Request, Sink
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 # How long a process that was told to end may take to do so by itself.
@@ -46,6 +47,12 @@ class CoreLost(EngineDead):
 
 
 # ── what crosses the socket ───────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    ids: Sequence[str]
+    requests: bytes  # pickled, so that those that cannot be read fail alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,8 @@ class CoreProcess:
         """Load the model; returns when requests can be submitted. Raises what the loading raises."""
         try:
             self._pipe.send(_import_paths())
-            self._pipe.send(config)
+            # What only the frontend needs, of whatever classes its caller has.
+            self._pipe.send(dataclasses.replace(config, preferred_sampling_params=None))
             answer = self._pipe.recv()
         except (EOFError, OSError):
             answer = _Died(CoreLost(f"the core's process {self._exit_status()} while it started"))
@@ -127,7 +135,7 @@ class CoreProcess:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand over validated requests; raises `CoreLost` once the process has ended."""
-        self._send(Submit(requests))
+        self._send(_Requests([each.id for each in requests], _pickled(requests)))
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their last Output says so. Unknown and finished ids are ignored."""
@@ -139,10 +147,7 @@ class CoreProcess:
         Raises `CoreLost` if the process ends before it answers.
         """
         answer: Future[Any] = Future()
-        try:
-            pickled = pickle.dumps(arguments)
-        except Exception as error:
-            raise InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}") from error
+        pickled = _pickled(arguments)
         with self._state:
             self._raise_if_ended()
             self._num_calls += 1
@@ -177,7 +182,7 @@ class CoreProcess:
         if self._reader is not None and threading.current_thread() is not self._reader:
             self._reader.join()
 
-    def _send(self, message: Submit | Cancel | _Ask) -> None:
+    def _send(self, message: _Requests | Cancel | _Ask) -> None:
         with self._state:
             self._raise_if_ended()
             try:
@@ -320,16 +325,31 @@ class _Child:
                 message = self._pipe.recv()
             except (EOFError, OSError):
                 os._exit(0)  # the parent is gone: nobody waits for anything any more
-            if not isinstance(message, _Ask):
+            match message:
+                case _Requests():
+                    message = self._requests(message)
+                case _Ask():
+                    message = self._call(message)
+            if message is not None:
                 self._inbox.put(message)
-            elif (call := self._call(message)) is not None:
-                self._inbox.put(call)
 
     def _watch_parent(self) -> None:
         """A second net: a process that was forked from the parent may keep the socket open."""
         while os.getppid() == self._parent_id:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         os._exit(0)
+
+    def _requests(self, sent: _Requests) -> Submit | None:
+        """The requests; None if they cannot be read, of which they end."""
+        try:
+            return Submit(pickle.loads(sent.requests))
+        except BaseException as error:  # an object may do anything while it is unpickled
+            end = Finish(
+                "abort", message=str(_cannot_cross(error)), status_code=400, error_type="bad_parameters"
+            )
+            outputs = _Outputs([Output(each, (), end, 0, 0) for each in sent.ids])
+            threading.Thread(target=self._send, args=(outputs,), daemon=True).start()
+            return None
 
     def _call(self, ask: _Ask) -> Call | None:
         """The call; None if its arguments cannot be read, which its caller is told."""
@@ -340,9 +360,8 @@ class _Child:
         try:
             return Call(ask.name, pickle.loads(ask.arguments), reply)
         except BaseException as error:  # an object may do anything while it is unpickled
-            refusal = InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}")
             # This thread must never wait for the parent to read.
-            threading.Thread(target=reply, args=(None, refusal), daemon=True).start()
+            threading.Thread(target=reply, args=(None, _cannot_cross(error)), daemon=True).start()
             return None
 
     def _end(self, error: BaseException) -> NoReturn:
@@ -354,6 +373,17 @@ class _Child:
     def _send(self, message: _Started | _Outputs | _Answer | _Died) -> None:
         with self._write:
             self._pipe.send(message)
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise _cannot_cross(error) from error
+
+
+def _cannot_cross(error: BaseException) -> InvalidArgument:
+    return InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}")
 
 
 def _hold_on(lifeline: int) -> None:

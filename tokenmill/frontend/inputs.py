@@ -319,7 +319,8 @@ class InputReader:
     ) -> tuple[int, ...]:
         """What `min_new_tokens` holds back: all ends, also those that `ignore_eos` would let pass.
 
-        A grammar says itself where its output ends, and with `ignore_eos` it has no other token after that.
+        A grammar says itself where its output ends: with `ignore_eos`, the core holds them back
+        (`core.grammars`), for there may be no other token after that.
         """
         if not params.min_new_tokens:
             return ()

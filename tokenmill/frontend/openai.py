@@ -7,10 +7,10 @@ bodies belong to others, and so do the values of parameters that both sides shar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, islice
 from typing import Any
 
 from tokenmill.errors import InvalidArgument, RowError, UnknownArgument, WrongType, did_you_mean
+from tokenmill.frontend.detokenizer import REPLACEMENT
 from tokenmill.logit_processors import check_registered
 from tokenmill.sampling_params import check_flag, check_whole, show
 
@@ -311,32 +311,60 @@ _Entry = Sequence[Any]  # log-probability, token id, text
 
 
 def _shown_logprobs(
-    result: Mapping[str, Any], shape: Callable[[list[_Entry], list[Sequence[_Entry]]], dict[str, Any]]
+    result: Mapping[str, Any],
+    shape: Callable[[list[_Entry], list[Sequence[_Entry]], Sequence[int]], dict[str, Any]],
 ) -> dict[str, Any] | None:
     """The log-probabilities of a result's text in one of OpenAI's shapes; None if nobody asked for them."""
     facts = result["meta_info"]
     tokens = facts.get("output_token_logprobs")
     if tokens is None:
         return None
-    # The token that ended the text is not part of it, nor is one that was drawn although none was wanted.
-    matched = facts["finish_reason"].get("matched")
-    count = len(tokens) - (1 if type(matched) is int else 0)
-    count = min(count, facts["completion_tokens"])
-    if isinstance(matched, str):
-        count = _num_shown(result["text"], [text for _, _, text in tokens[:count]])
+    tokens = tokens[: facts["completion_tokens"]]  # one was drawn although none was wanted
+    text, spans = result["text"], _spans(result["text"], [text for _, _, text in tokens])
+    # The token that ended the text is part of it only if the request wants that, and what a stop string cut
+    # off is not.
+    count, matched = len(tokens), facts["finish_reason"].get("matched")
+    if type(matched) is int:
+        begin, end = spans[-1]
+        count -= not begin < end == len(text)
+    elif isinstance(matched, str):
+        count = sum(begin < len(text) for begin, _ in spans)
     tops = facts.get("output_top_logprobs") or [()] * len(tokens)
-    return shape(list(tokens[:count]), list(tops[:count]))
+    return shape(list(tokens[:count]), list(tops[:count]), [begin for begin, _ in spans[:count]])
 
 
-def _num_shown(text: str, texts: Sequence[str]) -> int:
-    """How many of an output's tokens its text shows, which may have been cut at a stop string."""
-    if not "".join(texts).startswith(text):  # characters in several tokens, or tokens that are no text
-        return len(texts)
-    ends = accumulate(map(len, texts), initial=0)
-    return sum(begin < len(text) for begin in islice(ends, len(texts)))
+def _spans(text: str, texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Where each token of an output begins and ends in its text, which may have been cut.
+
+    What a token adds may differ from its own text: words of SentencePiece get a space before them, a part of
+    a character adds nothing before the others are there, special tokens may be left out.
+    """
+    spans: list[tuple[int, int]] = []
+    place, num_parts = 0, 0
+    for own in texts:
+        begin, found, whole = place, place, own
+        if not _goes_on(text, own, place):
+            whole = own.strip(REPLACEMENT)
+            # Parts have become as many characters at most; without any, only a space may be in between.
+            last = place + (num_parts or text.startswith(" ", place))
+            found = next((at for at in range(place, last + 1) if _goes_on(text, whole, at)), -1)
+        if found >= 0:
+            begin = found if num_parts else place
+            place, num_parts = min(found + len(whole), len(text)), 0
+        num_parts += whole != own
+        spans.append((begin, place))
+    return spans
 
 
-def _chat_logprobs(tokens: list[_Entry], tops: list[Sequence[_Entry]]) -> dict[str, Any]:
+def _goes_on(text: str, own: str, place: int) -> bool:
+    """Whether a text goes on with a token's own one, of which the end may be cut off."""
+    rest = text[place : place + len(own)]
+    return bool(rest) and own.startswith(rest) and (len(rest) == len(own) or place + len(rest) == len(text))
+
+
+def _chat_logprobs(
+    tokens: list[_Entry], tops: list[Sequence[_Entry]], begins: Sequence[int]
+) -> dict[str, Any]:
     return {
         "content": [
             {**_chat_entry(token), "top_logprobs": [_chat_entry(each) for each in top]}
@@ -353,20 +381,17 @@ def _chat_entry(entry: _Entry) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": raw}
 
 
-def _completion_logprobs(tokens: list[_Entry], tops: list[Sequence[_Entry]]) -> dict[str, Any]:
+def _completion_logprobs(
+    tokens: list[_Entry], tops: list[Sequence[_Entry]], begins: Sequence[int]
+) -> dict[str, Any]:
     """Offsets count from the beginning of the output."""
-    texts = [text for _, _, text in tokens]
-    offsets, position = [], 0
-    for text in texts:
-        offsets.append(position)
-        position += len(text)
     return {
-        "tokens": texts,
+        "tokens": [text for _, _, text in tokens],
         "token_logprobs": [logprob for logprob, _, _ in tokens],
         "top_logprobs": [_by_text([*top, token]) for token, top in zip(tokens, tops, strict=True)]
         if any(tops)
         else None,
-        "text_offset": offsets,
+        "text_offset": list(begins),
     }
 
 

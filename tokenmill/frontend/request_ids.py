@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.failures import RAISED, Faults
-from tokenmill.sampling_params import show
+from tokenmill.sampling_params import plain_text, show
 
 
 def request_ids(rid: Any, count: int, *, single: bool, n: int, faults: Faults = RAISED) -> list[str]:
@@ -44,7 +44,7 @@ def _own_id(index: int, rid: Any) -> str | None:
         raise WrongType(f"rid[{index}] must be a string, got {show(rid)}")
     if rid == "":
         raise InvalidArgument(f"rid[{index}] is empty; use None for a random id")
-    return rid
+    return None if rid is None else plain_text(rid)
 
 
 def _common_id(rid: Any) -> str:
@@ -52,7 +52,7 @@ def _common_id(rid: Any) -> str:
         raise WrongType(f"rid must be a string or a list of strings, got {show(rid)}")
     if not rid:
         raise InvalidArgument("rid is empty; leave it out for a random id")
-    return rid
+    return plain_text(rid)
 
 
 def _or_random(ids: Sequence[str | None]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,8 @@ class Tokenizer:
         self._special_ids = {
             content: token_id for token_id, (content, special) in self._added.items() if special
         }
-        self._pieces: dict[bool, TokenBytes] = _token_bytes(tokenizer, self._special_ids.values())
+        self._skipped = frozenset(self._special_ids.values())  # with `skip_special_tokens`
+        self._pieces: dict[bool, TokenBytes] = _token_bytes(tokenizer, self._skipped)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
@@ -168,7 +169,7 @@ class Tokenizer:
 
     def _whole_by_decoding(self, request: Request, ids: Sequence[int]) -> str:
         params = request.params
-        context = _context(request)
+        context = self._context(request)
         both, before = self.decode_batch(
             [[*context, *ids], context], skip_special_tokens=params.skip_special_tokens
         )
@@ -179,11 +180,20 @@ class Tokenizer:
 
     def _detokenizer(self, request: Request) -> Detokenizer:
         params = request.params
-        context = _context(request)
+        context = self._context(request)
         if self._pieces:
             return BytesDetokenizer(self._pieces[params.skip_special_tokens], context)
         decode = self._decode_skipping if params.skip_special_tokens else self._decode_all
         return WindowDetokenizer(decode, context, adjoining=self._adjoining(params))
+
+    def _context(self, request: Request) -> list[int]:
+        """The prompt's last tokens; where they would all be skipped, the last that are not."""
+        tail: list[int] = request.prompt_ids[-_CONTEXT_TOKENS:].tolist()
+        if not request.params.skip_special_tokens or not self._skipped.issuperset(tail):
+            return tail
+        return [token for token in request.prompt_ids.tolist() if token not in self._skipped][
+            -_CONTEXT_TOKENS:
+        ]
 
     def _adjoining(self, params: SamplingParams) -> Mapping[int, str]:
         if params.skip_special_tokens or params.spaces_between_special_tokens:
@@ -204,11 +214,6 @@ class Tokenizer:
             known, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
         return text
-
-
-def _context(request: Request) -> list[int]:
-    tail: list[int] = request.prompt_ids[-_CONTEXT_TOKENS:].tolist()
-    return tail
 
 
 def _whole(detokenizer: Detokenizer, token_ids: Sequence[int]) -> str:
@@ -274,7 +279,7 @@ def _problem(read: Callable[[str], Any], path: Path) -> str | None:
 # ── what a token is in bytes ──────────────────────────────────────────────────────────────────
 
 
-def _token_bytes(tokenizer: Any, special_ids: Iterable[int]) -> dict[bool, TokenBytes]:
+def _token_bytes(tokenizer: Any, special_ids: frozenset[int]) -> dict[bool, TokenBytes]:
     """Bytes of tokens, {True: without special tokens, False: with them}; {} if tokens are not bytes."""
     if not tokenizer.is_fast or tokenizer.backend_tokenizer.decoder is None:
         return {}
@@ -283,7 +288,6 @@ def _token_bytes(tokenizer: Any, special_ids: Iterable[int]) -> dict[bool, Token
     if to_bytes is None:
         return {}
     token_of = tokenizer.backend_tokenizer.id_to_token
-    special = frozenset(special_ids)
     strips = steps[-1]["type"] == "Strip"
 
     def compute(token_id: int, *, skip: frozenset[int]) -> bytes:
@@ -291,7 +295,9 @@ def _token_bytes(tokenizer: Any, special_ids: Iterable[int]) -> dict[bool, Token
         return b"" if token is None else to_bytes(token)
 
     return {
-        skips: TokenBytes(partial(compute, skip=special if skips else frozenset()), strips_first_space=strips)
+        skips: TokenBytes(
+            partial(compute, skip=special_ids if skips else frozenset()), strips_first_space=strips
+        )
         for skips in (True, False)
     }
 
