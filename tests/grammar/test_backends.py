@@ -444,6 +444,20 @@ def test_token_that_does_not_follow(name: str) -> None:
     assert not matcher.accept(tokenizer().encode("b")[0])
 
 
+def test_a_token_that_xgrammar_takes_back_is_told_with_what_helps() -> None:
+    """Its masks have too much where characters beyond ASCII follow a repetition, but not with a count."""
+    library = backend("xgrammar")
+    pair = next(token for token in range(len(tokenizer())) if tokenizer().decode([token]) == "ac")
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    for pattern, is_wrong in (("a+[漢-龍]b", True), ("a+[漢-龍]{1,1}b", False)):
+        matcher = library.compile(Grammar("regex", pattern)).new()
+        assert matcher.accept(tokenizer().encode("a")[0])
+        library.batch([matcher]).fill_masks(masks)
+        assert (pair in allowed(masks[0])) == is_wrong
+        assert not matcher.accept(pair)
+        assert "grammar_backend='llguidance'" in matcher.error
+
+
 @each_backend
 def test_white_space(name: str, drawn: Drawn) -> None:
     schema = '{"type":"array","items":{"type":"boolean"},"minItems":2}'

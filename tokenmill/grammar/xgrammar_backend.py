@@ -78,6 +78,13 @@ class XgrammarMatcher:
         self._end_if_slow(began)
         if is_allowed:
             self._last_bytes.append(self._known.last_byte(token))
+        elif not self.error:
+            # It is drawn under the library's own mask (0.2.8: `a+[漢-龍]b` allows "ac" behind "a").
+            self.error = (
+                f"xgrammar allowed token {token} and refuses it now, as it may where a class with characters "
+                "beyond ASCII follows a repetition; write a count behind the class, as in a+[à-ü]{1,1}b, "
+                "which takes longer, or use grammar_backend='llguidance'"
+            )
         return is_allowed
 
     def _end_if_slow(self, began: float) -> None:
