@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, block_of
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop
@@ -215,6 +216,7 @@ def _combine(
         BLOCK_PIECES=4 if many else 32,
         BLOCK_DIM=block_of(head_dim),
         num_warps=1 if many else 4,
+        **overlap_options(out_RHD.device),
     )
 
 
@@ -536,8 +538,15 @@ def _combine_kernel(
     MAX_PIECES: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Weigh the pieces of one head of one row by their share of the softmax's denominator."""
+    """Weigh the pieces of one head of one row by their share of the softmax's denominator.
+
+    The product behind it fetches its first weights meanwhile; during the attention before, that would only
+    slow down both where the weight is large.
+    """
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(lengths + row)
