@@ -84,6 +84,17 @@ class _Died:
     error: BaseException
 
 
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise _cannot_cross(error) from error
+
+
+def _cannot_cross(error: BaseException) -> InvalidArgument:
+    return InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}")
+
+
 # ── the parent's side ─────────────────────────────────────────────────────────────────────────
 
 
@@ -373,17 +384,6 @@ class _Child:
     def _send(self, message: _Started | _Outputs | _Answer | _Died) -> None:
         with self._write:
             self._pipe.send(message)
-
-
-def _pickled(value: object) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise _cannot_cross(error) from error
-
-
-def _cannot_cross(error: BaseException) -> InvalidArgument:
-    return InvalidArgument(f"an argument cannot cross to the core's process: {told(error)}")
 
 
 def _hold_on(lifeline: int) -> None:
