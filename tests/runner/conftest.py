@@ -31,7 +31,7 @@ class GraphCalls:
     captured_draws: list[str] = field(default_factory=list)
     replayed_draws: int = 0
     full_for: str | None = None  # there is no memory for graphs whose title begins so
-    failing: frozenset[int] = frozenset()  # replays that cannot be launched, counted from 1
+    failing: frozenset[int] = frozenset()  # replays that cannot be launched, as `replayed` counts them
 
 
 @pytest.fixture

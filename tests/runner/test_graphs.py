@@ -14,6 +14,7 @@ import torch
 
 import tokenmill as sgl
 from tests.runner.conftest import GraphCalls
+from tokenmill.config import MOST_STEPS_IN_FLIGHT
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.recorder import StepKind
@@ -202,6 +203,43 @@ def test_steps_whose_graph_cannot_be_launched_are_plain(
     found = run(folder)
     assert calls.replayed > 12
     same(found, run(folder, disable_cuda_graph=True))
+
+
+def test_a_draw_that_cannot_be_captured_takes_no_letter_of_others(
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind layers that are captured already: their run for the spare row cannot be launched."""
+    folder, calls = make_model("qwen3", num_hidden_layers=1), graphs_on_the_cpu
+    capture = graphs.DecodeGraphs._capture_draw
+
+    def fail_once(self: Any, captured: Any, needs: SamplingNeeds) -> Any:
+        if not calls.failing and captured in self._graphs.values():
+            calls.failing = frozenset({calls.replayed + 1})
+        return capture(self, captured, needs)
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "_capture_draw", fail_once)
+    found = run(folder)
+    assert calls.failing
+    same(found, run(folder, disable_cuda_graph=True))
+
+
+def test_as_many_steps_in_flight_as_there_can_be(
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls
+) -> None:
+    """None takes the letter, or reads the answer, of another, though spare rows take some between them."""
+    folder = make_model("qwen3", num_hidden_layers=1)
+    params = [{"max_new_tokens": count, "ignore_eos": True, "sampling_seed": count} for count in (90, 70, 9)]
+
+    def tokens(**settings: Any) -> list[list[int]]:
+        with sgl.Engine(
+            model_path=str(folder), dtype="float32", device="cpu", max_running_requests=4, **settings
+        ) as engine:
+            outputs = engine.generate(input_ids=[[5, 6, 7], [9, 8], [4] * 20], sampling_params=params)
+            return [each["output_ids"] for each in outputs]
+
+    found = tokens(steps_in_flight=MOST_STEPS_IN_FLIGHT)
+    assert graphs_on_the_cpu.replayed > 60
+    assert found == tokens(disable_cuda_graph=True)
 
 
 @pytest.mark.parametrize("title", ["the draw", "the logits"])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import Letters
-from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # A letter of 1,024 rows comes over the bus at once; one kernel serves all sizes.
 NUMBERS_AT_ONCE = 4096
@@ -69,6 +69,7 @@ def _take_kernel(
     OVERLAP: tl.constexpr,
 ):
     let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     now = tl.load(turn)
     letter = letters + (now % NUM_LETTERS) * stride_letter
     for begin in range(0, size, BLOCK):

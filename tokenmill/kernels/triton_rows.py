@@ -55,7 +55,7 @@ def read_rows(state: RowState, inputs_FB: torch.Tensor, *, page_size: int) -> St
     return rows
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+@triton.jit(do_not_specialize=["num_rows", "stride_group", "num_columns"])
 def _read_rows_kernel(
     inputs,
     last_token,

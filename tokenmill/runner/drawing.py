@@ -32,8 +32,8 @@ class Changes:
 class Sampled:
     """Tokens of Q rows, and their log-probabilities where some row wants them."""
 
-    # int64; int32 where they came to the host with their log-probabilities. Those of a captured step without
-    # any are in the host's memory. Below 0: see `sampling.Draw`.
+    # int64; int32 where they came to the host with their log-probabilities. They may be there already: see
+    # `DecodeGraphs.replay`. Below 0: see `sampling.Draw`.
     tokens_Q: torch.Tensor
     logprobs: TokenLogprobs | None
 

@@ -77,7 +77,7 @@ class DecodeGraphs:
             self._capture_if_possible(*wanted)
 
     def close(self) -> None:
-        """Let go of the host's memory, once no step reads or writes it any more."""
+        """Return when no step reads or writes the host's memory any more, which others may get then."""
         self._mailbox.close()
 
     def replay(self, plan: StepPlan, *, late: bool) -> Sampled | Unsampled | None:
@@ -192,11 +192,14 @@ class DecodeGraphs:
             self._mailbox.post(self._rows.blank_inputs(captured.num_rows))
             captured.graph.replay()
 
-        return self._recorder.record(
-            lambda: decode_draw(self._executor, self._rows, captured.graph.made, needs, self._mailbox),
-            f"the draw of {captured.num_rows} rows, {needs}",
-            before_it_runs=forward_the_spare_row,
-        )
+        try:
+            return self._recorder.record(
+                lambda: decode_draw(self._executor, self._rows, captured.graph.made, needs, self._mailbox),
+                f"the draw of {captured.num_rows} rows, {needs}",
+                before_it_runs=forward_the_spare_row,
+            )
+        finally:
+            self._mailbox.settle()
 
 
 def decode_forward(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind) -> Forwarded:

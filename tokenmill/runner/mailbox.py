@@ -17,12 +17,13 @@ from tokenmill.kernels.operands import Letters
 from tokenmill.messages import IntArray
 from tokenmill.sampling.columns import Draw
 
-# Before a letter is written again, its step was collected: the others would all be in flight.
+# Before a letter is written again, its step was collected. A step takes one; where capturing what draws its
+# tokens fails at first, the spare row takes one more.
 _NUM_LETTERS = 2 * MOST_STEPS_IN_FLIGHT
 
 
 class Mailbox:
-    """Letters of one runner. What is launched takes them in the order in which they were posted."""
+    """Letters to one set of graphs. What is launched takes them in the order in which they were posted."""
 
     def __init__(self, *, num_lines: int, most_rows: int, device: torch.device) -> None:
         self._device = device
@@ -50,7 +51,7 @@ class Mailbox:
         self._letters.turn_1.fill_(self._num_posted)
 
     def close(self) -> None:
-        """Return when nothing reads or writes letters any more, whose memory others may get then."""
+        """Return when nothing reads or writes letters any more."""
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # the device is lost, then, and does neither
                 torch.cuda.synchronize(self._device)

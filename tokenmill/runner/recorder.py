@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -115,8 +115,7 @@ class Recorder:
             self._kernels.wait()
         began = time.perf_counter()
         self._num_bytes = None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self._aside():
             if not self._used:
                 self._take_workspaces()
                 self._used = True
@@ -131,10 +130,21 @@ class Recorder:
                 before_it_runs()
                 step()
                 graph, made = self._capture(step)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         seconds = time.perf_counter() - began
         _log.debug("captured %s, in %.3f s", title, seconds)
         return Graph(graph, made, seconds)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is launched within goes to a stream of its own, behind what was launched before and, also if
+        it fails half-way, before what is launched afterwards."""
+        usual = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(usual)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            usual.wait_stream(self._stream)
 
     def _take_workspaces(self) -> None:
         """Let cuBLAS, and its other half for products with a bias, have what each wants for a stream.
