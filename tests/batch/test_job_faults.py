@@ -84,6 +84,25 @@ def test_other_links_to_an_output_that_is_replaced_keep_it(do: Callable[..., Any
     assert (tmp_path / "kept.jsonl").read_text() == "of somebody else\n"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"options": {"retrun_logprob": True}}, "Did you mean 'return_logprob'"),
+        ({"options": {"return_logprob": True, "top_logprobs_num": 5000}}, "top_logprobs_num must be"),
+        ({"options": {"custom_logit_processor": "nope"}}, "custom_logit_processor is 'nope'"),
+        ({"sampling_params": {"logit_bias": {999_999: 1}}}, "logit_bias has 999999"),
+    ],
+)
+def test_what_the_engine_would_refuse_for_every_row_changes_no_file(
+    do: Callable[..., Any], tmp_path: Path, wrong: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "out.jsonl").write_text("of somebody else\n")
+    with pytest.raises(InvalidArgument, match=told):
+        do(capitals(2), overwrite=True, **wrong)
+    assert (tmp_path / "out.jsonl").read_text() == "of somebody else\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
 @pytest.mark.parametrize("stage", ["ordered", "partial", "rows"])
 def test_an_input_with_the_name_of_a_working_file_is_kept(
     tiny_engine: Engine, tmp_path: Path, stage: str

@@ -112,6 +112,19 @@ def test_a_plan_of_other_parameters_is_not_compared(tiny_engine: Any, tmp_path: 
         assert ("plan" in job.summary()) == is_compared
 
 
+def test_a_plan_of_other_prompts_is_not_compared(tiny_engine: Any, tmp_path: Path) -> None:
+    """The same file of a template, in which something else stands now."""
+    source, template = write(tmp_path / "in.jsonl", [{"word": "a"}]), tmp_path / "prompt.txt"
+    asked = {"template": str(template), "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    template.write_text("{{ word }}")
+    BatchJob(source, engine=tiny_engine, **asked).plan()
+    for text, is_compared in (("Much longer: {{ word }}", False), ("{{ word }}", True)):
+        template.write_text(text)
+        job = BatchJob(source, engine=tiny_engine, **asked)
+        job.run()
+        assert ("plan" in job.summary()) == is_compared
+
+
 def test_long_jobs_are_guessed_from_groups_of_neighbours(tiny_engine: Any) -> None:
     source = ListSource([None if number % 100 == 0 else row for number, row in enumerate(rows(20_000))])
     plan = plan_job(source, ColumnRows(RowForm(), source), tiny_engine)  # type: ignore[arg-type]

@@ -126,6 +126,7 @@ def test_what_changes_no_answer_is_accepted(body: dict[str, Any]) -> None:
             "include_stop_str_in_output and no_stop_trim say the same thing",
         ),
         ({"messages": "Hello"}, "messages must be a list"),
+        ({"messages": [[{"role": "user", "content": "Hi"}]]}, "messages[0] must be an object"),
         ({"reasoning_effort": "low", "chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
         ({"chat_template": "{% for i in range(9) %}{% endfor %}"}, "give it to the engine, for all"),
         ({"custom_logit_processor": "no_repeat_ngam"}, "Did you mean 'no_repeat_ngram'?"),
@@ -344,6 +345,9 @@ def test_logprobs_end_where_a_stop_string_has_cut_the_text(text: str, shown: int
         ("a日本b", ["a\ufffd", "\ufffd", "\ufffd", "\ufffd", "\ufffd", "\ufffd", "b"], [0, 1, 1, 1, 1, 1, 3]),
         ("x\ufffdy", ["x", "\ufffd", "y"], [0, 1, 2]),
         ("ab", ["a", "<s>", "b", "<s>"], [0, 1, 1, 2]),  # special tokens that the text leaves out
+        ("x\ufffd녕y z", ["x", "\ufffd\ufffd", "\ufffd녕", "y", " z"], [0, 1, 1, 3, 4]),
+        ("a😀\ufffdb c", ["a", "\ufffd\ufffd", "\ufffd\ufffd\ufffd", "b", " c"], [0, 1, 1, 3, 4]),
+        ("fox elo w br", ["fox", "el", "##o", "w", "br"], [0, 3, 6, 8, 9]),  # found again behind it
     ],
 )
 def test_offsets_are_those_of_the_text(text: str, texts: list[str], offsets: list[int]) -> None:

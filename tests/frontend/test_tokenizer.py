@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +25,28 @@ def test_facts_and_encoding(config: EngineConfig) -> None:
     assert tokenizer.eos_token_ids == (257,)
     assert tokenizer.encode_batch(["hé", ""]) == [[104, 0xC3, 0xA9], []]
     assert tokenizer.get().decode([104, 105]) == "hi"
+
+
+def test_imports_are_not_interrupted_half_way(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries end the process then; Ctrl-C comes once they are there."""
+    imported = []
+
+    class Libraries(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name != "AutoTokenizer":
+                raise AttributeError(name)
+            signal.raise_signal(signal.SIGINT)
+            imported.append(name)
+            return object()
+
+    monkeypatch.setitem(sys.modules, "transformers", Libraries("transformers"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Tokenizer.load(config)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert imported == ["AutoTokenizer"]
 
 
 def test_special_tokens_that_the_tokenizer_adds(byte_folder: Path) -> None:

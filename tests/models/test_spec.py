@@ -219,6 +219,10 @@ def test_a_cut_model_knows_its_stored_layers(read: Read) -> None:
         ({"model_type": ["llama"]}, r"model_type \['llama'\] is none"),
         (QWEN2 | {"head_dim": float("nan")}, "head_dim=nan must be a whole number"),
         (QWEN2 | {"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776"),
+        (
+            QWEN2 | {"num_attention_heads": 2048, "num_key_value_heads": 2048},
+            r"size of a head.*num_attention_heads=2048 makes it 0",
+        ),
         ({"torch_dtype": "float64"}, r"float64.*bfloat16"),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 0},

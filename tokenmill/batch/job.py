@@ -125,6 +125,7 @@ class BatchJob:
             try:
                 engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
                 form = self._output_format(engine)
+                self._check_arguments(engine)
                 for path in self.files.appeared(there):
                     raise JobStopped(
                         f"another job has written {str(path)!r} while this one started; give each its own"
@@ -152,6 +153,11 @@ class BatchJob:
                     self._write_report()  # of what was done by then
                 raise
         self._write_report()
+
+    def _check_arguments(self, engine: Engine) -> None:
+        """Raise `InvalidArgument` for what the engine would refuse for every row."""
+        self._row_maker(engine)
+        engine.open_rows().read([], sampling_params=self._row_params, options=self._options())
 
     def plan(self) -> Plan:
         """What the job would take, if nothing of it was done before.
@@ -276,17 +282,16 @@ class BatchJob:
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
 
     def _keys(self, engine: Engine) -> Keys:
-        rows = engine.open_rows()
-        model = fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
-        return Keys(model, seed=self._config.seed)
+        return Keys(_fingerprint(engine), seed=self._config.seed)
 
     def _subject(self, engine: Engine) -> str:
         """What a plan of this job is about."""
         asked = {
             name: getattr(self._config, name) for name in (*_FORM_ARGUMENTS, "sampling_params", "options")
         }
-        facts = engine_facts(engine)
-        return subject_of(self._source, asked | {name: facts[name] for name in ("model_path", "tokenmill")})
+        asked["template"] = None if self._columns is None else self._columns.template_text
+        asked |= {"model": _fingerprint(engine), "chat_template": engine.config.chat_template}
+        return subject_of(self._source, asked | {"tokenmill": engine_facts(engine)["tokenmill"]})
 
     def _options(self) -> dict[str, Any]:
         timeout = {} if self._config.timeout is None else {"timeout": self._config.timeout}
@@ -323,6 +328,12 @@ class BatchJob:
                 f"output: {str(self.files.output)!r} is a file of columns, but answers of OpenAI's batch API "
                 "are lines of JSON; name a .jsonl"
             )
+
+
+def _fingerprint(engine: Engine) -> bytes:
+    """What the engine's model answers."""
+    rows = engine.open_rows()
+    return fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
 
 
 @contextlib.contextmanager

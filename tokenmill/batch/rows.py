@@ -63,6 +63,11 @@ class ColumnRows:
         if source.columns is not None:
             self._check_columns(source.columns)
 
+    @property
+    def template_text(self) -> str | None:
+        """The template itself, where one was given or named."""
+        return None if self._template is None else self._template.text
+
     def item(self, record: Record) -> dict[str, Any] | RowError:
         """See `RowMaker`."""
         if record.fields is None:

@@ -32,14 +32,14 @@ class RowTemplate:
         self._environment.filters["tojson"] = _to_json
         # The same row is to have the same prompt whenever it is read.
         del self._environment.filters["random"], self._environment.globals["lipsum"]
-        self._source = _source(template)
+        self.text = _source(template)
         try:
-            self._template = self._environment.from_string(self._source)
+            self._template = self._environment.from_string(self.text)
         except TemplateSyntaxError as error:
             raise InvalidArgument(f"the template is faulty in line {error.lineno}: {error.message}") from None
         except (RecursionError, SyntaxError, MemoryError):  # limits of Python, which compiles it
             raise InvalidArgument("the template is nested too deeply; make it flatter") from None
-        if (word := _other_template(self._environment.parse(self._source))) is not None:
+        if (word := _other_template(self._environment.parse(self.text))) is not None:
             raise InvalidArgument(f"the template has {{% {word} %}}, but there are no others; write it out")
 
     @cached_property
@@ -47,7 +47,7 @@ class RowTemplate:
         """The columns without which no row can be rendered: those it never asks whether they are there."""
         from jinja2 import meta
 
-        tree = self._environment.parse(self._source)
+        tree = self._environment.parse(self.text)
         names = meta.find_undeclared_variables(tree) - self._environment.globals.keys()
         return frozenset(names - {_WHOLE_ROW} - set(_asked_for(tree)))
 

@@ -189,11 +189,11 @@ def _messages(value: Any) -> Any:
     """Messages under the roles that chat templates know: a developer is what used to be the system."""
     if not isinstance(value, list):
         raise WrongType(f"messages must be a list, got {show(value)}")
+    for place, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise WrongType(f"messages[{place}] must be an object, got {show(message)}")
     return [
-        {**message, "role": "system"}
-        if isinstance(message, Mapping) and message.get("role") == "developer"
-        else message
-        for message in value
+        {**message, "role": "system"} if message.get("role") == "developer" else message for message in value
     ]
 
 
@@ -320,10 +320,11 @@ def _shown_logprobs(
     if tokens is None:
         return None
     tokens = tokens[: facts["completion_tokens"]]  # one was drawn although none was wanted
-    text, spans = result["text"], _spans(result["text"], [text for _, _, text in tokens])
+    text, matched = result["text"], facts["finish_reason"].get("matched")
+    spans = _spans(text, [own for _, _, own in tokens], is_cut=isinstance(matched, str))
     # The token that ended the text is part of it only if the request wants that, and what a stop string cut
     # off is not.
-    count, matched = len(tokens), facts["finish_reason"].get("matched")
+    count = len(tokens)
     if type(matched) is int:
         begin, end = spans[-1]
         count -= not begin < end == len(text)
@@ -333,33 +334,36 @@ def _shown_logprobs(
     return shape(list(tokens[:count]), list(tops[:count]), [begin for begin, _ in spans[:count]])
 
 
-def _spans(text: str, texts: Sequence[str]) -> list[tuple[int, int]]:
+def _spans(text: str, texts: Sequence[str], *, is_cut: bool) -> list[tuple[int, int]]:
     """Where each token of an output begins and ends in its text, which may have been cut.
 
     What a token adds may differ from its own text: words of SentencePiece get a space before them, a part of
-    a character adds nothing before the others are there, special tokens may be left out.
+    a character adds nothing before the others are there, special tokens may be left out. What has no text of
+    its own there begins and ends where the token before it ends; the next ones are looked for behind it.
     """
     spans: list[tuple[int, int]] = []
-    place, num_parts = 0, 0
+    place, room = 0, 0  # the end of what was found, and how far behind it the next token may begin
     for own in texts:
         begin, found, whole = place, place, own
-        if not _goes_on(text, own, place):
+        if not _goes_on(text, own, place, is_cut):
             whole = own.strip(REPLACEMENT)
-            # Parts have become as many characters at most; without any, only a space may be in between.
-            last = place + (num_parts or text.startswith(" ", place))
-            found = next((at for at in range(place, last + 1) if _goes_on(text, whole, at)), -1)
-        if found >= 0:
-            begin = found if num_parts else place
-            place, num_parts = min(found + len(whole), len(text)), 0
-        num_parts += whole != own
+            last = place + (room or text.startswith(" ", place))
+            found = next((at for at in range(place, last + 1) if _goes_on(text, whole, at, is_cut)), -1)
+        if found < 0:
+            room += len(own) + 1
+        else:
+            begin = found if room else place
+            place = min(found + len(whole), len(text))
+            room = own.count(REPLACEMENT) if whole != own else 0
         spans.append((begin, place))
     return spans
 
 
-def _goes_on(text: str, own: str, place: int) -> bool:
-    """Whether a text goes on with a token's own one, of which the end may be cut off."""
+def _goes_on(text: str, own: str, place: int, is_cut: bool) -> bool:
+    """Whether a text goes on with a token's own one, or, if it was cut, ends within it."""
     rest = text[place : place + len(own)]
-    return bool(rest) and own.startswith(rest) and (len(rest) == len(own) or place + len(rest) == len(text))
+    is_whole = len(rest) == len(own) or (is_cut and place + len(rest) == len(text))
+    return bool(rest) and is_whole and own.startswith(rest)
 
 
 def _chat_logprobs(

@@ -24,6 +24,7 @@ from tokenmill.frontend.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
+from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.imports import quick_imports
 from tokenmill.messages import Request
 
@@ -85,8 +86,14 @@ class Tokenizer:
                 f"{path!r} has no tokenizer files; name another folder or hub id as tokenizer_path, or pass "
                 "skip_tokenizer_init=True to work with input_ids and output_ids only"
             )
-        with quick_imports(for_gpu=config.device != "cpu" and not config.core_process):
+        # Some of what is imported ends the process if it is interrupted half-way.
+        with (
+            quick_imports(for_gpu=config.device != "cpu" and not config.core_process),
+            Interrupts(lambda: None) as interrupts,
+        ):
             from transformers import AutoTokenizer  # which imports torch
+        if interrupts.happened:
+            raise KeyboardInterrupt
 
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)

@@ -274,6 +274,11 @@ def _head_dim(config: Any) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not isinstance(head_dim, int):  # a family without one does not check it
         raise UnsupportedModel(f"head_dim={head_dim!r} must be a whole number, or null")
+    if head_dim < 1:
+        raise UnsupportedModel(
+            f"the size of a head must be at least 1, and hidden_size={config.hidden_size} with "
+            f"num_attention_heads={config.num_attention_heads} makes it {head_dim}"
+        )
     return head_dim
 
 
