@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from array import array
@@ -96,6 +97,34 @@ def test_outputs_are_bounded_or_as_long_as_the_caller_knows(llm: sgl.Engine) -> 
     assert llm.plan(prompts, params, mean_output_tokens=1e300).output_tokens == 110
     with pytest.raises(sgl.InvalidArgument, match="mean_output_tokens"):
         llm.plan(prompts, params, mean_output_tokens=-1)
+
+
+def test_expected_outputs_keep_their_limits_and_their_sum(llm: sgl.Engine) -> None:
+    assert llm.plan("a", {"max_new_tokens": 9, "min_new_tokens": 6}, mean_output_tokens=2).output_tokens == 6
+    for mean, total in ((2.5, 250), (0.5, 50), (9.7, 900)):
+        plan = llm.plan(["a"] * 100, {"max_new_tokens": 9}, mean_output_tokens=mean)
+        assert plan.output_tokens == total
+
+
+@pytest.mark.parametrize("room", [{"context_length": 16}, {"context_length": 2}, {"max_total_tokens": 16}])
+def test_what_a_small_engine_runs_it_plans(room: dict[str, int]) -> None:
+    with sgl.Engine(model_path="tiny", **room) as engine:
+        prompt, params = {"input_ids": [5]}, {"max_new_tokens": 1, "ignore_eos": True}
+        output = engine.generate(**prompt, sampling_params=params)
+        plan = engine.plan(**prompt, sampling_params=params)
+        assert plan.output_tokens == output["meta_info"]["completion_tokens"] == 1
+
+
+def test_what_a_plan_measures_with_is_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "tokenmill"),
+        sgl.Engine(model_path="tiny", enable_metrics=True, log_requests=True, log_level="info") as engine,
+    ):
+        engine.plan("Hi", {"max_new_tokens": 1})
+        assert "Receive" not in caplog.text
+        engine.generate("Hi", {"max_new_tokens": 1})
+        figures = [line for line in engine.get_metrics().splitlines() if "num_requests_total" in line]
+    assert [line.rpartition(" ")[2] for line in figures if not line.startswith("#")] == ["1.0"]
 
 
 def test_faults_are_those_of_generate(llm: sgl.Engine) -> None:

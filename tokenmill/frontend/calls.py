@@ -91,6 +91,7 @@ class Call:
         self.returns_errors = returns_errors  # in results
         self._raises_in_stream = raises_in_stream
         self.num_unfinished = len(rows)
+        self.is_watched = True  # whether figures and the log of requests tell of its rows
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
         self.has_own_mail = mail is None
         self.mail = Mailbox() if mail is None else mail

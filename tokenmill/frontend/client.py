@@ -299,7 +299,8 @@ class Client:
             self._raise_if_ended()
             self._raise_if_released()
             self._register(call)
-        self.observers.received(call.rows)
+        if call.is_watched:
+            self.observers.received(call.rows)
         try:
             # Outside the lock: a session's own lock is never waited for while this one is held.
             obsolete = call.session.start(call.running)

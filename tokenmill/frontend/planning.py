@@ -193,7 +193,9 @@ class Planner:
         params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, sampling_seed=0)
         salt = f"planning {draw.bytes(8).hex()}"
         job = self._reader.read(input_ids=list(ids), sampling_params=params, options={"cache_salt": salt})
-        self._client.run(self._client.prepare(job, stream=False))
+        call = self._client.prepare(job, stream=False)
+        call.is_watched = False
+        self._client.run(call)
 
     def _columns(self, requests: Sequence[Request], mean_output_tokens: float | None) -> _Columns:
         facts = self._client.facts
@@ -201,8 +203,11 @@ class Planner:
         is_open = np.array([not request.params.ignore_eos for request in requests], dtype=np.bool_)
         outputs = bounds
         if mean_output_tokens is not None:
-            usual = np.rint(np.minimum(bounds, mean_output_tokens)).astype(np.int64)
-            outputs = np.where(is_open, usual, bounds)
+            fewest = np.array([request.params.min_new_tokens for request in requests], dtype=np.int64)
+            usual = np.minimum(bounds, np.maximum(fewest, mean_output_tokens))
+            # Whole numbers, each rounded so that their sum is right.
+            whole = np.diff(np.rint(np.cumsum(usual)), prepend=0).astype(np.int64)
+            outputs = np.where(is_open, whole, bounds)
         prompts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int64)
         if self._config.disable_radix_cache:
             cached = np.zeros_like(prompts)

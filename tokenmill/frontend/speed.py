@@ -55,7 +55,7 @@ class Speed:
 
 def measure(run: Run, facts: EngineFacts) -> Speed:
     """Time an engine that does nothing else. Takes about two seconds, and a small part of the pool."""
-    watch = _Watch(run)
+    watch = _Watch(run, facts.max_sequence_tokens)
     room = facts.max_total_num_tokens // 4
     most_rows = max(1, min(facts.max_running_requests, room // (_SHORT_PROMPT + _MOST_TOKENS)))
     watch.time(1, _SHORT_PROMPT, _FEW_TOKENS)  # what is new the first time is not measured
@@ -82,8 +82,10 @@ def measure(run: Run, facts: EngineFacts) -> Speed:
 class _Watch:
     """Times batches, and knows how much time is left for more."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, longest: int) -> None:
+        """`longest`: tokens that a sequence may have; batches of longer ones have less."""
         self._run = run
+        self._longest = longest
         self._began = time.perf_counter()
 
     def has_time_for(self, seconds: float) -> bool:
@@ -92,8 +94,9 @@ class _Watch:
 
     def time(self, rows: int, prompt: int, new: int) -> float:
         """Seconds of one batch."""
+        prompt = min(prompt, max(1, self._longest - new))
         began = time.perf_counter()
-        self._run(rows, prompt, new)
+        self._run(rows, prompt, min(new, self._longest - prompt))
         return time.perf_counter() - began
 
     def best(self, rows: int, prompt: int, new: int) -> float:
