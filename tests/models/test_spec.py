@@ -220,6 +220,10 @@ def test_a_cut_model_knows_its_stored_layers(read: Read) -> None:
         (QWEN2 | {"head_dim": float("nan")}, "head_dim=nan must be a whole number"),
         (QWEN2 | {"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776"),
         (
+            {"num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 8192},
+            "let 1048576 numbers share a key head; at most 65536",
+        ),
+        (
             QWEN2 | {"num_attention_heads": 2048, "num_key_value_heads": 2048},
             r"size of a head.*num_attention_heads=2048 makes it 0",
         ),

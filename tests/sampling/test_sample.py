@@ -338,3 +338,44 @@ def test_sums_of_a_row_are_the_same_bits_anywhere_in_a_batch() -> None:
 
 def take(columns: SamplingColumns, rows: slice | torch.Tensor) -> SamplingColumns:
     return SamplingColumns(*(getattr(columns, field.name)[rows] for field in fields(columns)))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_weight_has_the_same_bits_wherever_it_stands(threads: int) -> None:
+    """So that a draw is the same alone and beside any other rows."""
+    values = torch.rand(3 * 50_257, generator=torch.Generator().manual_seed(2)) * -40
+    zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.cat(
+            [torch_draw._exponentials(each.clone().view(1, 1), zeros, ones)[0] for each in values[:500]]
+        )
+        for num_rows, size in ((1, 500), (20, 25), (3, 50_257), (9, 17), (4, 37), (500, 1)):
+            rows = values[: num_rows * size].clone().view(num_rows, size)
+            together = torch_draw._exponentials(rows, zeros, ones).flatten()[:500]
+            assert torch.equal(together, alone[: len(together)]), (num_rows, size)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_draw_between_two_tokens_is_the_same_in_any_batch() -> None:
+    """Where the last bit of a weight decides between them."""
+    logits = torch.full((9, 17), -0.1629791259765625)
+    logits[:, 16] = 0
+
+    def tokens(count: int, seed: int) -> list[int]:
+        columns = SamplingColumns(
+            temperatures_R=torch.ones(count),
+            top_ks_R=torch.full((count,), -1, dtype=torch.int32),
+            top_ps_R=torch.ones(count),
+            min_ps_R=torch.zeros(count),
+            seeds_R=torch.full((count,), seed),
+            positions_R=torch.full((count,), 3),
+        )
+        needs = SamplingNeeds(random=True, filters=False)
+        drawn: list[int] = torch_draw.sample(logits[:count], columns, needs).tokens_R.tolist()
+        return drawn
+
+    for seed in (1506145, 1763674):
+        assert tokens(9, seed) == tokens(1, seed) * 9

@@ -31,6 +31,8 @@ _INT_MAX = torch.iinfo(torch.int64).max
 _LARGEST = 2.0**127  # logits beyond it, +inf among them, count as this
 # Rows are worked on in chunks of about this many logits, which stay in the processor's cache.
 _CHUNK_LOGITS = 2**17
+_VECTORS = 64  # elements: a multiple of what torch takes at a time, on any processor
+_PIECE = 2**14  # elements: fewer than torch shares among threads
 # The logits that decide most filtered rows come from this many stripes.
 _TILE_STRIPES = 128
 
@@ -114,7 +116,25 @@ def _clean(values: torch.Tensor) -> torch.Tensor:
 
 def _exponentials(values: torch.Tensor, maxima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """In place and in [0, 1]: exp((value - maximum) / temperature)."""
-    return values.sub_(maxima.clamp(min=-_FLOAT_MAX)).mul_(scales).exp2_()
+    return _raise_two(values.sub_(maxima.clamp(min=-_FLOAT_MAX)).mul_(scales))
+
+
+def _raise_two(values: torch.Tensor) -> torch.Tensor:
+    """In place: 2 to the power of each, whose bits depend on nothing else.
+
+    torch goes through a tensor in whole vectors and does what is left over in another way, which may round
+    differently; how much that is depends on the number of elements, and of threads. So there is nothing left
+    over here, and no piece is shared among threads.
+    """
+    num_values = values.numel()
+    whole = values.reshape(-1)
+    if num_values % _VECTORS:
+        whole = torch.nn.functional.pad(whole, (0, -num_values % _VECTORS))
+    for piece in whole.split(_PIECE):
+        piece.exp2_()
+    if whole.data_ptr() != values.data_ptr():
+        values.copy_(whole[:num_values].view(values.shape))
+    return values
 
 
 def _weights(values: torch.Tensor, maxima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
