@@ -220,8 +220,8 @@ def test_a_cut_model_knows_its_stored_layers(read: Read) -> None:
         (QWEN2 | {"head_dim": float("nan")}, "head_dim=nan must be a whole number"),
         (QWEN2 | {"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776"),
         (
-            {"num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 8192},
-            "let 1048576 numbers share a key head; at most 65536",
+            {"hidden_size": 128, "num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 8192},
+            "let 1048576 numbers of queries share a key head; at most 65536 may",
         ),
         (
             QWEN2 | {"num_attention_heads": 2048, "num_key_value_heads": 2048},

@@ -34,7 +34,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = dict.fromkeys(COUNTS, 2**31 - 1)
 _MOST |= {"num_hidden_layers": 10_000, "hidden_size": 2**20, "head_dim": 2**16}
 _MOST_POSITIONS = _MOST["max_position_embeddings"]
-# Of the queries that share a key head: kernels keep them on the stack. Public models have 4,544 at most.
+# Of the queries that share a key head: kernels keep them on the stack.
 _MOST_SHARING = 2**16
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _ROPE_KEYS = {
@@ -358,8 +358,8 @@ def _attention(config: Any, family: FamilyFacts, context_length: int) -> tuple[A
     if group * head_dim > _MOST_SHARING:
         raise UnsupportedModel(
             f"num_attention_heads={config.num_attention_heads}, num_key_value_heads="
-            f"{config.num_key_value_heads} and heads of {head_dim} let {group * head_dim} numbers share a key "
-            f"head; at most {_MOST_SHARING} are supported"
+            f"{config.num_key_value_heads} and heads of {head_dim} let {group * head_dim} numbers of queries "
+            f"share a key head; at most {_MOST_SHARING} may"
         )
     for window in family.windows:
         if window is not None and window < 1:
