@@ -140,14 +140,15 @@ class BatchJob:
                     self.files.journal.unlink(missing_ok=True)
                 raise
             self._facts = engine_facts(engine)
-            self._saved_plan = saved_plan(self._subject(engine), self.files.plan)
+            keys = self._keys(engine)
+            self._saved_plan = saved_plan(self._subject(engine, keys), self.files.plan)
             self.figures.started(num_rows=self._source.num_rows, plan=self._saved_plan)
             stack.enter_context(RowCount(self._source, self.figures))
             look = partial(look_at_device, engine, self.figures)
             look()  # what the device did before the job does not count
             stack.enter_context(Progress(self.figures, wanted=engine.config.show_progress, look=look))
             try:
-                self._answer(engine, journal, form, outputs)
+                self._answer(engine, keys, journal, form, outputs)
             except BaseException:
                 with contextlib.suppress(Exception):  # where warnings are errors
                     self._write_report()  # of what was done by then
@@ -166,15 +167,16 @@ class BatchJob:
         """
         with contextlib.ExitStack() as stack:
             engine = self._engine or stack.enter_context(_new_engine(self._engine_arguments))
+            keys = self._keys(engine)
             made = plan_job(
                 self._source,
                 self._row_maker(engine),
                 engine,
                 sampling_params=self._row_params,
                 options=self._options(),
-                keys=self._keys(engine),
+                keys=keys,
             )
-            subject = self._subject(engine)
+            subject = self._subject(engine, keys)
         with _warning_of_disk(self.files.plan):
             save_plan(made, subject, self.files.plan)
         return made
@@ -222,6 +224,7 @@ class BatchJob:
     def _answer(
         self,
         engine: Engine,
+        keys: Keys,
         journal: Journal,
         form: OutputFormat,
         outputs: tuple[LineFile, LineFile | None],
@@ -235,7 +238,7 @@ class BatchJob:
                 self._row_maker(engine),
                 form,
                 runner=engine.open_rows(),
-                keys=self._keys(engine),
+                keys=keys,
                 ledger=Ledger(journal),
                 figures=self.figures,
                 output=output,
@@ -282,15 +285,17 @@ class BatchJob:
         return TableOutput(self.files.output, rows, self._source, format=self.files.table_format)
 
     def _keys(self, engine: Engine) -> Keys:
-        return Keys(_fingerprint(engine), seed=self._config.seed)
+        rows = engine.open_rows()
+        model = fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
+        return Keys(model, seed=self._config.seed)
 
-    def _subject(self, engine: Engine) -> str:
+    def _subject(self, engine: Engine, keys: Keys) -> str:
         """What a plan of this job is about."""
         asked = {
             name: getattr(self._config, name) for name in (*_FORM_ARGUMENTS, "sampling_params", "options")
         }
         asked["template"] = None if self._columns is None else self._columns.template_text
-        asked |= {"model": _fingerprint(engine), "chat_template": engine.config.chat_template}
+        asked |= {"model": keys.model, "chat_template": engine.config.chat_template}
         return subject_of(self._source, asked | {"tokenmill": engine_facts(engine)["tokenmill"]})
 
     def _options(self) -> dict[str, Any]:
@@ -328,12 +333,6 @@ class BatchJob:
                 f"output: {str(self.files.output)!r} is a file of columns, but answers of OpenAI's batch API "
                 "are lines of JSON; name a .jsonl"
             )
-
-
-def _fingerprint(engine: Engine) -> bytes:
-    """What the engine's model answers."""
-    rows = engine.open_rows()
-    return fingerprint(engine.config, dtype=rows.facts.dtype, tensor_update=rows.tensor_update)
 
 
 @contextlib.contextmanager

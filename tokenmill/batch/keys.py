@@ -81,7 +81,7 @@ class Keys:
 
     def __init__(self, model: bytes, *, seed: int) -> None:
         """`model` is a `fingerprint`; `seed` is the job's, for rows without a `sampling_seed`."""
-        self._model = model
+        self.model = model
         self._seed = seed.to_bytes(9, "little", signed=True)
         self._known: tuple[Request | None, bytes] = (None, b"")
         # Rows mostly share one, whose code takes a while to read.
@@ -92,7 +92,7 @@ class Keys:
         first = requests[0]
         prompt = np.ascontiguousarray(first.prompt_ids, "<i4").tobytes()
         rest = self._settings(first)
-        content = _digest(self._model, len(prompt).to_bytes(8, "little"), prompt, rest)
+        content = _digest(self.model, len(prompt).to_bytes(8, "little"), prompt, rest)
         if first.params.is_greedy:
             return RowKey(content, 0, is_greedy=True)
         if first.params.sampling_seed is None:

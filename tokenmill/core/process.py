@@ -358,8 +358,7 @@ class _Child:
             end = Finish(
                 "abort", message=str(_cannot_cross(error)), status_code=400, error_type="bad_parameters"
             )
-            outputs = _Outputs([Output(each, (), end, 0, 0) for each in sent.ids])
-            threading.Thread(target=self._send, args=(outputs,), daemon=True).start()
+            self._send_aside(_Outputs([Output(each, (), end, 0, 0) for each in sent.ids]))
             return None
 
     def _call(self, ask: _Ask) -> Call | None:
@@ -371,8 +370,7 @@ class _Child:
         try:
             return Call(ask.name, pickle.loads(ask.arguments), reply)
         except BaseException as error:  # an object may do anything while it is unpickled
-            # This thread must never wait for the parent to read.
-            threading.Thread(target=reply, args=(None, _cannot_cross(error)), daemon=True).start()
+            self._send_aside(_Answer(ask.number, None, _portable(_cannot_cross(error))))
             return None
 
     def _end(self, error: BaseException) -> NoReturn:
@@ -380,6 +378,10 @@ class _Child:
         with contextlib.suppress(OSError):
             self._send(_Died(_portable(error)))
         os._exit(1)
+
+    def _send_aside(self, message: _Outputs | _Answer) -> None:
+        """As `_send`, for the thread that receives: it must never wait for the parent to read."""
+        threading.Thread(target=self._send, args=(message,), daemon=True).start()
 
     def _send(self, message: _Started | _Outputs | _Answer | _Died) -> None:
         with self._write:

@@ -308,11 +308,12 @@ def _usage(results: Sequence[Mapping[str, Any]], *, num_prompts: int) -> dict[st
 # ── log-probabilities ─────────────────────────────────────────────────────────────────────────
 
 _Entry = Sequence[Any]  # log-probability, token id, text
+# A token that is shown, the likeliest in its place, and where in the text it begins.
+_Shown = tuple[_Entry, Sequence[_Entry], int]
 
 
 def _shown_logprobs(
-    result: Mapping[str, Any],
-    shape: Callable[[list[_Entry], list[Sequence[_Entry]], Sequence[int]], dict[str, Any]],
+    result: Mapping[str, Any], shape: Callable[[list[_Shown]], dict[str, Any]]
 ) -> dict[str, Any] | None:
     """The log-probabilities of a result's text in one of OpenAI's shapes; None if nobody asked for them."""
     facts = result["meta_info"]
@@ -331,7 +332,8 @@ def _shown_logprobs(
     elif isinstance(matched, str):
         count = sum(begin < len(text) for begin, _ in spans)
     tops = facts.get("output_top_logprobs") or [()] * len(tokens)
-    return shape(list(tokens[:count]), list(tops[:count]), [begin for begin, _ in spans[:count]])
+    begins = (begin for begin, _ in spans[:count])
+    return shape(list(zip(tokens[:count], tops[:count], begins, strict=True)))
 
 
 def _spans(text: str, texts: Sequence[str], *, is_cut: bool) -> list[tuple[int, int]]:
@@ -366,13 +368,11 @@ def _goes_on(text: str, own: str, place: int, is_cut: bool) -> bool:
     return bool(rest) and is_whole and own.startswith(rest)
 
 
-def _chat_logprobs(
-    tokens: list[_Entry], tops: list[Sequence[_Entry]], begins: Sequence[int]
-) -> dict[str, Any]:
+def _chat_logprobs(shown: list[_Shown]) -> dict[str, Any]:
     return {
         "content": [
             {**_chat_entry(token), "top_logprobs": [_chat_entry(each) for each in top]}
-            for token, top in zip(tokens, tops, strict=True)
+            for token, top, _ in shown
         ],
         "refusal": None,
     }
@@ -385,17 +385,15 @@ def _chat_entry(entry: _Entry) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": raw}
 
 
-def _completion_logprobs(
-    tokens: list[_Entry], tops: list[Sequence[_Entry]], begins: Sequence[int]
-) -> dict[str, Any]:
+def _completion_logprobs(shown: list[_Shown]) -> dict[str, Any]:
     """Offsets count from the beginning of the output."""
     return {
-        "tokens": [text for _, _, text in tokens],
-        "token_logprobs": [logprob for logprob, _, _ in tokens],
-        "top_logprobs": [_by_text([*top, token]) for token, top in zip(tokens, tops, strict=True)]
-        if any(tops)
+        "tokens": [text for (_, _, text), _, _ in shown],
+        "token_logprobs": [logprob for (logprob, _, _), _, _ in shown],
+        "top_logprobs": [_by_text([*top, token]) for token, top, _ in shown]
+        if any(top for _, top, _ in shown)
         else None,
-        "text_offset": list(begins),
+        "text_offset": [begin for _, _, begin in shown],
     }
 
 
