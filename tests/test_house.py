@@ -27,7 +27,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
-GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs"}
+GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs", "texts"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -89,6 +89,7 @@ GRANTS: dict[str, set[str]] = {
     "garbage": set(),
     "imports": set(),
     "logs": set(),
+    "texts": set(),
     "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
@@ -100,9 +101,9 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
     "messages": {"config", "errors", "frozen", "sampling_params"},
-    "sampling_params": {"config", "constraints", "errors", "patterns"},
+    "sampling_params": {"config", "constraints", "errors", "patterns", "texts"},
     "patterns": {"errors"},
-    "constraints": {"errors"},
+    "constraints": {"errors", "texts"},
     "arguments": {"config", "constraints", "errors", "flags", "logs", "sampling_params", "sglang_names"},
     "sglang_names": set(),
     "logit_processors": {"errors", "sampling_params"},
@@ -116,6 +117,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "garbage": set(),
     "imports": {"cache_folder", "garbage"},
     "logs": set(),
+    "texts": {"errors"},
 }
 
 # Below the line: the mill, the model, and the kernels.

@@ -14,6 +14,7 @@ from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 from tokenmill.errors import InvalidGrammar, WrongType
+from tokenmill.texts import plain_text
 
 MAX_CONSTRAINT_BYTES = 512 * 1024
 MAX_REGEX_BYTES = 64 * 1024
@@ -102,7 +103,7 @@ def _text(name: str, value: Any, limit: int) -> str:
     if not isinstance(value, str):
         raise WrongType(f"{name} must be a string, got {type(value).__name__}")
     _check_size(name, value, limit)
-    return str(value)
+    return plain_text(value)
 
 
 def _check_size(name: str, text: str, limit: int) -> None:

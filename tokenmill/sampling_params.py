@@ -17,6 +17,7 @@ from typing import Any
 from tokenmill import constraints
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.patterns import check_pattern, matches_nothing
+from tokenmill.texts import plain_text
 
 MAX_STOP_STRINGS = 32
 MAX_PATTERN_BYTES = 1024
@@ -70,11 +71,6 @@ def plain(value: Any) -> Any:
     return (
         item() if shape is not None and isinstance(shape, tuple) and not shape and callable(item) else value
     )
-
-
-def plain_text(text: str) -> str:
-    """The text as one of Python's own class, which is known in every process."""
-    return text if type(text) is str else str.__str__(text)
 
 
 def unpacked(name: str, value: Any) -> Any:
@@ -150,7 +146,7 @@ def check_text(name: str, value: object) -> str:
     """`value` as a str; bytes are a `WrongType`."""
     with reading(name):
         if isinstance(value, str):
-            return str(value)
+            return plain_text(value)
     raise WrongType(f"{name} must be a string, got {show(value)}")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, reading
 from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.sampling_params import check_flag, check_text, show
+from tokenmill.texts import plain_text
 
 if TYPE_CHECKING:
     from tokenmill.frontend.tokenizer import Tokenizer
@@ -113,7 +114,7 @@ class ChatTemplate:
         own = self._tokenizer.get().chat_template
         if given is not None:
             if isinstance(own, Mapping) and given in own:
-                return str(given)
+                return plain_text(given)
             return read_template("chat_template", given)
         if self._template is None and not own:
             raise InvalidArgument(
@@ -219,7 +220,10 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not calls:
         raise InvalidArgument(f"{place} has neither content nor tool_calls; give content, a text")
-    read = {**message, "content": "" if content is None else _content(content, f"{place}.content")}
+    read = {
+        **_with_plain_texts(message),
+        "content": "" if content is None else _content(content, f"{place}.content"),
+    }
     if calls:
         read["tool_calls"] = _tool_calls(calls, f"{place}.tool_calls")
     return read
@@ -228,7 +232,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 def _content(content: Any, place: str) -> str:
     """One text; parts of type text are put together as they are."""
     if isinstance(content, str):
-        return content
+        return plain_text(content)
     if not isinstance(content, list | tuple):
         raise WrongType(f"{place} must be a string or a list of parts, got {show(content)}")
     return "".join(_part(part, f"{place}[{index}]") for index, part in enumerate(content))
@@ -257,7 +261,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
             f"got {show(call)}"
         )
     arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**_with_plain_texts(function), "arguments": arguments}}
 
 
 def _arguments(value: Any, place: str) -> Mapping[str, Any]:
@@ -311,4 +315,9 @@ def _variables(value: Any) -> dict[str, Any]:
                 f"chat_template_kwargs has {name!r}, which is no variable of a template; it is for "
                 "variables such as enable_thinking"
             )
-    return dict(value)
+    return _with_plain_texts(value)
+
+
+def _with_plain_texts(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A copy whose texts templates print as they are; what lies deeper they mostly write as JSON."""
+    return {key: plain_text(value) if isinstance(value, str) else value for key, value in given.items()}

@@ -31,6 +31,7 @@ from tokenmill.frontend.facts import server_info
 from tokenmill.frontend.failures import returns_errors
 from tokenmill.frontend.outputs import FlushResult
 from tokenmill.sampling_params import brief, check_flag, check_text, check_whole, show
+from tokenmill.texts import plain_text
 
 if TYPE_CHECKING:
     from tokenmill.frontend.client import Client
@@ -250,7 +251,7 @@ def _version(given: Any) -> str | None:
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     with reading(name):
-        word = str(value) if isinstance(value, str) else ""
+        word = plain_text(value) if isinstance(value, str) else ""
     if word not in allowed:
         raise InvalidArgument(f"{name} must be one of {', '.join(map(repr, allowed))}, got {show(value)}")
     return word

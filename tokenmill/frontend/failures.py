@@ -25,6 +25,7 @@ from tokenmill.errors import (
 from tokenmill.frontend.outputs import ABORTED, Arrival, ResultList, Row, Shape, error_of, result_of
 from tokenmill.messages import Finish, Output, Request
 from tokenmill.sampling_params import SamplingParams, show
+from tokenmill.texts import plain_text
 
 # Why a row has no result, or only the beginning of one, when its call was interrupted.
 INTERRUPTED = RowError(type="aborted", message="the call was interrupted", status_code=ABORTED)
@@ -38,7 +39,7 @@ Value = TypeVar("Value")
 def returns_errors(on_error: Any) -> bool:
     """Whether what fails is told in the results ("return") instead of raised ("raise")."""
     with reading("on_error"):
-        word = str(on_error) if isinstance(on_error, str) else ""
+        word = plain_text(on_error) if isinstance(on_error, str) else ""
     if word not in ("return", "raise"):
         raise InvalidArgument(f"on_error must be one of 'return', 'raise', got {show(on_error)}")
     return word == "return"

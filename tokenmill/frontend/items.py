@@ -20,10 +20,11 @@ from tokenmill.frontend.inputs import InputReader, Job, Settings
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import MEDIA, GenerateOptions, RequestOptions, read_options, state_format
 from tokenmill.frontend.prompt_lint import PromptLint
-from tokenmill.frontend.prompts import check_encodable, token_ids
+from tokenmill.frontend.prompts import token_ids
 from tokenmill.frontend.turns import Turns
 from tokenmill.messages import EngineFacts, IntArray
 from tokenmill.sampling_params import SamplingParams, show
+from tokenmill.texts import check_encodable, plain_text
 
 _PROMPT_KEYS = ("prompt", "input_ids", "messages")
 _CHAT_KEYS = tuple(field.name for field in dataclasses.fields(ChatOptions))
@@ -128,7 +129,7 @@ class ItemReader:
     def _plain_prompt(self, item: Any) -> _Prompt:
         if isinstance(item, str):
             check_encodable(item, "prompt")
-            return "prompt", str(item), _NO_TOKENS
+            return "prompt", plain_text(item), _NO_TOKENS
         if isinstance(item, bytes | bytearray):
             raise WrongType(f"an item is bytes, got {show(item)}; decode it, or open the file as text")
         if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):

@@ -28,6 +28,7 @@ from tokenmill.sampling_params import (
     show,
     unpacked,
 )
+from tokenmill.texts import plain_text
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -147,7 +148,7 @@ def state_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
     if value is None:
         return "list"
     with reading("hidden_states_format"):
-        word = str(value) if isinstance(value, str) else ""
+        word = plain_text(value) if isinstance(value, str) else ""
     if word not in get_args(HiddenStatesFormat):
         raise InvalidArgument(
             f"hidden_states_format must be 'list', 'numpy' or 'torch', the same for all, got {show(value)}"

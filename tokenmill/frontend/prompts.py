@@ -18,6 +18,7 @@ from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.messages import IntArray
 from tokenmill.sampling_params import check_count, plain, show, unpacked
+from tokenmill.texts import check_encodable, plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,9 @@ def _text(item: Any, place: str) -> str:
     if not isinstance(item, str):
         hint = "; token ids go into input_ids" if isinstance(item, int | list | tuple) else ""
         raise WrongType(f"{place} must be a string, got {show(item)}{hint}")
-    text = str(item)
+    text = plain_text(item)
     check_encodable(text, place)
     return text
-
-
-def check_encodable(text: str, place: str) -> None:
-    """Raise for what is a Python string, but no text. `place` is what the message calls it."""
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{place} has half a surrogate pair at character {error.start}, which is no text; remove it"
-        ) from None
 
 
 def _is_row(value: Any) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from tokenmill.errors import InvalidArgument, WrongType
 from tokenmill.frontend.failures import RAISED, Faults
-from tokenmill.sampling_params import plain_text, show
+from tokenmill.sampling_params import show
+from tokenmill.texts import plain_text
 
 
 def request_ids(rid: Any, count: int, *, single: bool, n: int, faults: Faults = RAISED) -> list[str]:

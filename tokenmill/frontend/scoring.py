@@ -17,9 +17,10 @@ from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, did_yo
 from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.options import check_told_ids
 from tokenmill.frontend.outputs import ABORTED
-from tokenmill.frontend.prompts import check_encodable, token_ids
+from tokenmill.frontend.prompts import token_ids
 from tokenmill.messages import EngineFacts, IntArray
 from tokenmill.sampling_params import SamplingParams, check_flag, check_real, show, unpacked
+from tokenmill.texts import check_encodable
 
 if TYPE_CHECKING:
     from tokenmill.frontend.calls import Call
