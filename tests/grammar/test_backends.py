@@ -444,18 +444,51 @@ def test_token_that_does_not_follow(name: str) -> None:
     assert not matcher.accept(tokenizer().encode("b")[0])
 
 
-def test_a_token_that_xgrammar_takes_back_is_told_with_what_helps() -> None:
-    """Its masks have too much where characters beyond ASCII follow a repetition, but not with a count."""
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a+[漢-龍]b"),
+        ("regex", "[a-z]{2}[一-鿿]。"),
+        ("regex", r"\w{2}[^\w\s]\d"),
+        ("regex", "(ab|cd*)([漢-龍]|x)b"),
+        ("regex", "(ab|cd*)[漢-龍]*b"),
+        ("regex", "[a-z]+[^a-z]x?[😀-😿]{2}y"),
+        ("regex", r"\w?.\W+[漢字]{0,1}\d"),
+        ("ebnf", 'root ::= "a"+ [漢-龍] "b"'),
+        ("ebnf", 'root ::= x [^a] "b" | "ab" [漢-龍]? x\nx ::= "a" x | "bc"'),
+    ],
+)
+def test_xgrammar_allows_what_it_accepts(kind: GrammarKind, text: str) -> None:
+    """Each token of the vocabulary, in each state on a few ways through the grammar."""
     library = backend("xgrammar")
-    pair = next(token for token in range(len(tokenizer())) if tokenizer().decode([token]) == "ac")
+    template = library.compile(Grammar(kind, text))
     masks = np.zeros((1, library.num_words), dtype=np.int32)
-    for pattern, is_wrong in (("a+[漢-龍]b", True), ("a+[漢-龍]{1,1}b", False)):
-        matcher = library.compile(Grammar("regex", pattern)).new()
-        assert matcher.accept(tokenizer().encode("a")[0])
-        library.batch([matcher]).fill_masks(masks)
-        assert (pair in allowed(masks[0])) == is_wrong
-        assert not matcher.accept(pair)
-        assert "grammar_backend='llguidance'" in matcher.error
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        matcher = template.new()
+        for _ in range(5):
+            library.batch([matcher]).fill_masks(masks)
+            accepted = accepted_by_xgrammar(matcher)
+            assert allowed(masks[0] & matcher.known) == accepted
+            if not accepted:
+                break
+            assert matcher.accept(int(random.choice(accepted)))
+
+
+def accepted_by_xgrammar(matcher: Any) -> list[int]:
+    """The tokens that are text, and that the library itself takes next; its state is as before."""
+    accepted = []
+    for token in allowed(matcher.known):
+        if matcher.inner.accept_token(token):
+            matcher.inner.rollback(1)
+            accepted.append(token)
+    return accepted
+
+
+def test_a_token_that_xgrammar_takes_back_is_told_with_what_helps() -> None:
+    matcher: Any = backend("xgrammar").compile(Grammar("regex", "ab")).new()
+    assert not matcher.accept(tokenizer().encode("b")[0])
+    assert "grammar_backend='llguidance'" in matcher.error
 
 
 @each_backend

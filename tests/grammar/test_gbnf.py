@@ -7,7 +7,7 @@ import pytest
 from tests.grammar.conftest import backend, tokenizer
 from tokenmill.grammar import BadGrammar
 from tokenmill.grammar.backends import BACKENDS
-from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.lark import lark_of
 from tokenmill.messages import Grammar
 
 pytestmark = pytest.mark.cpu

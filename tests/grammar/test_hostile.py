@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
 from tokenmill.grammar import BadGrammar
 from tokenmill.grammar.backends import BACKENDS
-from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.ebnf import ebnf_of_pattern
+from tokenmill.grammar.lark import lark_of
 from tokenmill.grammar.patterns import MAX_LENGTH, translate
 from tokenmill.messages import Grammar, GrammarKind
 
@@ -16,12 +19,15 @@ pytestmark = pytest.mark.cpu
 each_backend = pytest.mark.parametrize("name", [name for name in BACKENDS if name != "none"])
 
 
+@pytest.mark.parametrize("write", [translate, ebnf_of_pattern])
 @pytest.mark.parametrize(
     "pattern", [r"\w" * 31_000, r"[\w\-]" * 8_000, "|".join(rf"{n}\w" for n in range(900)), r"(\w\W)" * 900]
 )
-def test_a_pattern_with_too_many_large_classes_is_refused_before_they_are_written(pattern: str) -> None:
+def test_a_pattern_with_too_many_large_classes_is_refused_before_they_are_written(
+    pattern: str, write: Callable[[str], str]
+) -> None:
     with pytest.raises(BadGrammar, match=f"more than {MAX_LENGTH:,} characters"):
-        translate(pattern)
+        write(pattern)
 
 
 def test_large_classes_have_room() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from tokenmill.grammar.base import BadGrammar
 
@@ -36,6 +37,11 @@ def complement(ranges: Ranges) -> Ranges:
 
 def char_class(ranges: Ranges) -> str:
     """The set as a class of a pattern, or as the character that is its only one."""
+    return _char_class(tuple(ranges))
+
+
+@lru_cache(maxsize=256)  # some have hundreds of ranges, and stand in many places
+def _char_class(ranges: tuple[tuple[int, int], ...]) -> str:
     parts = _texts(ranges)
     if len(parts) == 1 and parts[0][0] == parts[0][1] and _is_plain(parts[0][0]):
         return chr(parts[0][0])
@@ -44,6 +50,11 @@ def char_class(ranges: Ranges) -> str:
 
 def wide_class(ranges: Ranges) -> str:
     """The set as a class whose members are all written with eight digits."""
+    return _wide_class(tuple(ranges))
+
+
+@lru_cache(maxsize=256)
+def _wide_class(ranges: tuple[tuple[int, int], ...]) -> str:
     return _class(_texts(ranges), lambda code: f"\\U{code:08x}")
 
 
@@ -52,7 +63,7 @@ def is_text(code: int) -> bool:
     return not _SURROGATES[0] <= code <= _SURROGATES[1]
 
 
-def _texts(ranges: Ranges) -> Ranges:
+def _texts(ranges: tuple[tuple[int, int], ...]) -> Ranges:
     """Without half surrogates, which are no text; raises `BadGrammar` if nothing is left."""
     lower = [(low, min(high, _SURROGATES[0] - 1)) for low, high in ranges if low < _SURROGATES[0]]
     upper = [(max(low, _SURROGATES[1] + 1), high) for low, high in ranges if high > _SURROGATES[1]]

@@ -1,20 +1,22 @@
-"""Grammars in GBNF (`root ::= "a" digit*`), read here; written as Lark for llguidance, as EBNF for xgrammar.
-
-llguidance has a lexer, which takes the longest match whatever the parser would need next. So a grammar
-without recursion is written as one pattern, any other one character by character: both mean what GBNF means.
-"""
+"""Grammars in GBNF (`root ::= "a" digit*`), read; lark.py and ebnf.py write them for the libraries."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from tokenmill.grammar.base import BadGrammar
-from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, is_text, merge, wide_class
+from tokenmill.grammar.characters import LAST, Ranges, complement, merge
+from tokenmill.grammar.expressions import (
+    Characters,
+    Choice,
+    Expression,
+    Reference,
+    Repetition,
+    Sequence,
+    no_deeper_than_python,
+    sequence,
+)
 
-# Longer patterns are written rule by rule instead; a chain of rules can double with every link.
-_MAX_PATTERN = 50_000
 # Characters and references of all rules, with counted repetitions written out.
 _MAX_SIZE = 20_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -28,65 +30,12 @@ _PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\
 _ESCAPED_AS_ITSELF = set("\"'\\[]-^/?.*+(){}|$")
 
 
-@dataclass(frozen=True, slots=True)
-class Characters:
-    """One character out of a set."""
-
-    ranges: Ranges
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Another rule."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One part after the other."""
-
-    parts: list[Expression]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of several."""
-
-    options: list[Expression]
-
-
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    """From `low` to `high` times; None: without end."""
-
-    body: Expression
-    low: int
-    high: int | None
-
-
-Expression = Characters | Reference | Sequence | Choice | Repetition
-
-
-def lark_of(text: str) -> str:
-    """The grammar in llguidance's Lark. Raises `BadGrammar` with the line of a mistake."""
-    return _rewritten(text, _write_lark)
-
-
-def ebnf_of(text: str) -> str:
-    """The grammar in the part of GBNF that xgrammar knows. Raises `BadGrammar` with the line of a mistake."""
-    return _rewritten(text, _write_ebnf)
-
-
-def _rewritten(text: str, write: Callable[[dict[str, Expression]], str]) -> str:
-    try:
+def read_rules(text: str) -> dict[str, Expression]:
+    """The rules by name, `root` among them. Raises `BadGrammar` with the line of a mistake."""
+    with no_deeper_than_python():
         rules = _Reader(text).rules()
         _check_references(rules)
-        return write(rules)
-    except RecursionError:
-        raise BadGrammar(
-            "it is nested too deeply; use fewer parentheses or shorter chains of rules"
-        ) from None
+        return rules
 
 
 def _check_references(rules: dict[str, Expression]) -> None:
@@ -118,9 +67,6 @@ def _references(expression: Expression) -> set[str]:
             return _references(body)
         case Characters():
             return set()
-
-
-# ── reading ───────────────────────────────────────────────────────────────────────────────────
 
 
 class _Reader:
@@ -165,7 +111,7 @@ class _Reader:
             if _RULE.match(self._text, self._at):
                 break
             parts.append(self._repeated(self._part()))
-        return parts[0] if len(parts) == 1 else Sequence(parts)
+        return sequence(parts)
 
     def _part(self) -> Expression:
         sign = self._text[self._at]
@@ -263,107 +209,3 @@ class _Reader:
     def _error(self, what: str) -> BadGrammar:
         line = self._text.count("\n", 0, self._at) + 1
         return BadGrammar(f"line {line}: {what}")
-
-
-# ── writing ───────────────────────────────────────────────────────────────────────────────────
-
-
-class _Pattern:
-    """The whole grammar as one regular expression, if it has no recursion and stays short."""
-
-    def __init__(self, rules: dict[str, Expression]) -> None:
-        self._rules = rules
-        self._written: dict[str, str | None] = {}
-
-    def write(self) -> str | None:
-        return self._rule("root")
-
-    def _rule(self, name: str) -> str | None:
-        if name not in self._written:
-            self._written[name] = None  # what comes back here is recursive
-            self._written[name] = self._expression(self._rules[name])
-        return self._written[name]
-
-    def _expression(self, expression: Expression) -> str | None:
-        match expression:
-            case Characters(ranges):
-                return char_class(ranges)
-            case Reference(name):
-                return self._rule(name)
-            case Sequence(parts):
-                return self._joined(parts, "")
-            case Choice(options):
-                return self._joined(options, "|")
-            case Repetition(body, low, high):
-                inside = self._expression(body)
-                return None if inside is None else f"(?:{inside}){_count(low, high)}"
-
-    def _joined(self, parts: list[Expression], sign: str) -> str | None:
-        written: list[str] = []
-        length = 0
-        for part in parts:
-            each = self._expression(part)
-            if each is None or (length := length + len(each)) > _MAX_PATTERN:
-                return None
-            written.append(each)
-        return f"(?:{sign.join(written)})"
-
-
-def _count(low: int, high: int | None) -> str:
-    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get(
-        (low, high), f"{{{low},{'' if high is None else high}}}"
-    )
-
-
-def _write_lark(rules: dict[str, Expression]) -> str:
-    pattern = _Pattern(rules).write()
-    if pattern is not None:
-        return f"start: /{pattern}/"
-    names = {name: f"rule_{index}" for index, name in enumerate(rules)}
-    writer = _Rules(names, lambda ranges: f"/{char_class(ranges)}/", has_literals=False)
-    lines = [f"{names[name]}: {writer.write(rule)}" for name, rule in rules.items()]
-    return "\n".join([f"start: {names['root']}", *lines])
-
-
-def _write_ebnf(rules: dict[str, Expression]) -> str:
-    names = {name: "root" if name == "root" else f"rule_{index}" for index, name in enumerate(rules)}
-    writer = _Rules(names, wide_class, has_literals=True)
-    return "\n".join(f"{names[name]} ::= {writer.write(rule)}" for name, rule in rules.items())
-
-
-class _Rules:
-    """Writes rule by rule, with new names, character by character or with literals in one piece."""
-
-    def __init__(
-        self, names: dict[str, str], characters: Callable[[Ranges], str], *, has_literals: bool
-    ) -> None:
-        self._names = names
-        self._characters = characters
-        self._has_literals = has_literals
-
-    def write(self, expression: Expression) -> str:
-        match expression:
-            case Characters(ranges):
-                return self._characters(ranges)
-            case Reference(name):
-                return self._names[name]
-            case Sequence(parts) if self._has_literals and (codes := _literal(parts)):
-                return '"' + "".join(f"\\U{code:08x}" for code in codes) + '"'
-            case Sequence(parts):
-                return " ".join(f"({self.write(part)})" for part in parts) if parts else '""'
-            case Choice(options):
-                return " | ".join(map(self.write, options))
-            case Repetition(body, low, high):
-                return f"({self.write(body)}){_count(low, high)}"
-
-
-def _literal(parts: list[Expression]) -> list[int]:
-    """The characters of a literal; empty if the parts are anything else."""
-    codes: list[int] = []
-    for part in parts:
-        match part:
-            case Characters([(low, high)]) if low == high and is_text(low):
-                codes.append(low)
-            case _:
-                return []
-    return codes

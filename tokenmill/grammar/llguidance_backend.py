@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
-from tokenmill.grammar.gbnf import lark_of
+from tokenmill.grammar.lark import lark_of
 from tokenmill.grammar.llguidance_schemas import prepare_schema
 from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate

@@ -1,4 +1,4 @@
-"""Regular expressions of Python, rewritten in the few signs that every grammar library reads alike.
+"""Regular expressions of Python, read; and rewritten in the few signs that every grammar library reads alike.
 
 What is written is a pattern for the whole output: literals, classes of code points, groups, `|` and counted
 repetitions. Classes are computed by Python itself, so that `re.fullmatch` agrees with what a library allows.
@@ -14,6 +14,16 @@ from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
+from tokenmill.grammar.expressions import (
+    Characters,
+    Choice,
+    Expression,
+    Reference,
+    Repetition,
+    Sequence,
+    count,
+    sequence,
+)
 
 # Characters of a written pattern; `\w` alone has 11,000, for the letters of all scripts.
 MAX_LENGTH = 8_000_000
@@ -44,16 +54,19 @@ _REFUSED = {
     _constants.POSSESSIVE_REPEAT: "possessive repetitions",
     _constants.ATOMIC_GROUP: "atomic groups",
 }
-_CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.IN, _constants.ANY)
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 _STARTS = (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
 _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
 
 
+def read_pattern(pattern: str) -> Expression:
+    """What a whole output is to match. Raises `BadGrammar` for what has no such form, or `re.error`."""
+    return _read(pattern, 0)
+
+
 def translate(pattern: str) -> str:
-    """The pattern in those signs. Raises `BadGrammar` for what has no such form, or `re.error`."""
-    tree = _parser.parse(pattern)
-    return _sequence(tree, tree.state.flags, first=True, last=True)
+    """The same as a pattern of few signs, which all libraries read alike."""
+    return _written(read_pattern(pattern))
 
 
 def translate_searched(pattern: str) -> str:
@@ -63,14 +76,12 @@ def translate_searched(pattern: str) -> str:
     an output reads the pattern in one of them. Those without a quote or a backslash have no rare control
     characters either.
     """
-    tree = _parser.parse(pattern)
-    return _sequence(tree, tree.state.flags | _SEARCHED, first=True, last=True)
+    return _written(_read(pattern, _SEARCHED))
 
 
 def translate_plain(pattern: str) -> str:
     """The same for a whole string of JSON, without characters that JSON writes as escapes."""
-    tree = _parser.parse(pattern)
-    return _sequence(tree, tree.state.flags | _PLAIN, first=True, last=True)
+    return _written(_read(pattern, _PLAIN))
 
 
 def literals(pattern: str) -> list[int]:
@@ -91,56 +102,96 @@ def _literals(tree: Any) -> Iterator[int]:
             yield from _literals(argument[-1])
 
 
-def _sequence(tree: Any, flags: int, *, first: bool, last: bool) -> str:
+# ── reading ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _read(pattern: str, flags: int) -> Expression:
+    tree = _parser.parse(pattern)
+    return _sequence(tree, tree.state.flags | flags, first=True, last=True)
+
+
+def _sequence(tree: Any, flags: int, *, first: bool, last: bool) -> Expression:
     """`first` and `last` say whether the output begins and ends with it, so that anchors hold there."""
     items = list(tree)
     # What consumes nothing (an anchor) does not move the beginning or the end.
     consumes = [operation is not _constants.AT for operation, _ in items]
-    return _joined(
-        _item(
-            operation,
-            argument,
-            flags,
-            first=first and not any(consumes[:at]),
-            last=last and not any(consumes[at + 1 :]),
-        )
-        for at, (operation, argument) in enumerate(items)
+    return sequence(
+        [
+            _item(
+                operation,
+                argument,
+                flags,
+                first=first and not any(consumes[:at]),
+                last=last and not any(consumes[at + 1 :]),
+            )
+            for at, (operation, argument) in enumerate(items)
+        ]
     )
 
 
-def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool) -> str:
+def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool) -> Expression:
     if operation in _REFUSED:
         raise BadGrammar(f"{_REFUSED[operation]} cannot be followed token by token; write it without them")
     if operation is _constants.AT:
         return _anchor(argument, flags, first=first, last=last)
     if operation is _constants.BRANCH:
-        options = (_sequence(each, flags, first=first, last=last) for each in argument[1])
-        return _group(_joined(options, "|"))
+        return Choice([_sequence(each, flags, first=first, last=last) for each in argument[1]])
     if operation is _constants.SUBPATTERN:
         _, added, removed, body = argument
-        return _group(_sequence(body, (flags | added) & ~removed, first=first, last=last))
+        return _sequence(body, (flags | added) & ~removed, first=first, last=last)
     if operation in _REPEATS:
         low, high, body = argument
         once = high == 1
         inside = _sequence(body, flags, first=first and once, last=last and once)
-        is_one = len(body) == 1 and body[0][0] not in _REPEATS
-        # xgrammar misreads `?` behind some groups, and `{0,1}` behind some characters.
-        is_character = is_one and body[0][0] in _CHARACTERS
-        count = "?" if is_character and (low, high) == (0, 1) else _count(low, high)
-        return (inside if is_one and inside else _group(inside)) + count
-    return _class(operation, tuple(argument) if isinstance(argument, list) else argument, flags)
+        return Repetition(inside, low, None if high is _ENDLESS else high)
+    return _one(operation, tuple(argument) if isinstance(argument, list) else argument, flags)
 
 
 @lru_cache(maxsize=256)
-def _class(operation: Any, argument: Hashable, flags: int) -> str:
-    """One character of a pattern; what has many ranges takes long to write, and often comes again."""
+def _one(operation: Any, argument: Hashable, flags: int) -> Characters:
+    """One character of a pattern; what has many ranges takes long to find, and often comes again."""
     ranges = _characters(operation, argument, flags)
     if flags & _PLAIN:
         ranges = _minus(ranges, _ESCAPED)
     elif flags & _SEARCHED and _minus(_QUOTES, ranges) and any(low > 31 for low, _ in _minus(ranges, _RARE)):
         # Where one of the rare ones may be, llguidance lets all escapes through, those of quotes, too.
         ranges = _minus(ranges, _RARE)
-    return char_class(ranges)
+    return Characters(ranges)
+
+
+def _anchor(where: Any, flags: int, *, first: bool, last: bool) -> Expression:
+    if (where in _STARTS and first) or (where in _ENDS and last):
+        return Reference("^" if where in _STARTS else "$") if flags & _SEARCHED else Sequence([])
+    raise BadGrammar(
+        "anchors inside the pattern (^, $, \\b) cannot be followed; the whole output matches the pattern, "
+        "so ^ and $ are not needed"
+    )
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _written(expression: Expression) -> str:
+    match expression:
+        case Characters(ranges):
+            return char_class(ranges)
+        case Reference(name):
+            return name
+        case Sequence(parts):
+            return _joined(map(_written, parts))
+        case Choice(options):
+            return f"(?:{_joined(map(_written, options), '|')})"
+        case Repetition(body, low, high):
+            return _repeated(body, low, high)
+
+
+def _repeated(body: Expression, low: int, high: int | None) -> str:
+    """xgrammar misreads `?` behind some groups, and `{0,1}` behind some characters."""
+    inside = _written(body)
+    if isinstance(body, Characters):
+        return inside + count(low, high)
+    group = inside if isinstance(body, Choice) else f"(?:{inside})"
+    return group + ("{0,1}" if (low, high) == (0, 1) else count(low, high))
 
 
 def _joined(parts: Iterable[str], sign: str = "") -> str:
@@ -148,32 +199,18 @@ def _joined(parts: Iterable[str], sign: str = "") -> str:
     length = 0
     for part in parts:
         length += len(part)
-        if length > MAX_LENGTH:
-            raise BadGrammar(
-                f"it has more than {MAX_LENGTH:,} characters with its classes written out; use a counted "
-                "repetition like \\w{100}, or (?a) for classes of ASCII characters only"
-            )
+        check_length(length)
         written.append(part)
     return sign.join(written)
 
 
-def _group(body: str) -> str:
-    return f"(?:{body})"
-
-
-def _count(low: int, high: int) -> str:
-    if high is _ENDLESS:
-        return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
-    return f"{{{low},{high}}}"
-
-
-def _anchor(where: Any, flags: int, *, first: bool, last: bool) -> str:
-    if (where in _STARTS and first) or (where in _ENDS and last):
-        return "" if not flags & _SEARCHED else "^" if where in _STARTS else "$"
-    raise BadGrammar(
-        "anchors inside the pattern (^, $, \\b) cannot be followed; the whole output matches the pattern, "
-        "so ^ and $ are not needed"
-    )
+def check_length(length: int) -> None:
+    """Raise for so many characters of a written pattern that a library would take too long to read them."""
+    if length > MAX_LENGTH:
+        raise BadGrammar(
+            f"it has more than {MAX_LENGTH:,} characters with its classes written out; use a counted "
+            "repetition like \\w{100}, or (?a) for classes of ASCII characters only"
+        )
 
 
 # ── sets of code points ───────────────────────────────────────────────────────────────────────

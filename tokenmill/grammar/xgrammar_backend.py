@@ -14,8 +14,7 @@ import xgrammar
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
-from tokenmill.grammar.gbnf import ebnf_of
-from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.ebnf import ebnf_of, ebnf_of_pattern
 from tokenmill.grammar.schemas import normalize, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.vocabulary import load_tokenizer
@@ -79,11 +78,9 @@ class XgrammarMatcher:
         if is_allowed:
             self._last_bytes.append(self._known.last_byte(token))
         elif not self.error:
-            # It is drawn under the library's own mask (0.2.8: `a+[漢-龍]b` allows "ac" behind "a").
+            # It is drawn under the library's own mask.
             self.error = (
-                f"xgrammar allowed token {token} and refuses it now, as it may where a class with characters "
-                "beyond ASCII follows a repetition; write a count behind the class, as in a+[à-ü]{1,1}b, "
-                "which takes longer, or use grammar_backend='llguidance'"
+                f"xgrammar allowed token {token} and refuses it now; use grammar_backend='llguidance'"
             )
         return is_allowed
 
@@ -237,7 +234,7 @@ class XgrammarBackend:
             case "json_schema":
                 return self._json(read_schema(grammar.text))
             case "regex":
-                return self._compiler.compile_regex(translate(grammar.text))
+                return self._compiler.compile_grammar(ebnf_of_pattern(grammar.text))
             case "ebnf":
                 return self._compiler.compile_grammar(ebnf_of(grammar.text))
             case "structural_tag":

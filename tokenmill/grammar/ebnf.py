@@ -1,0 +1,63 @@
+"""Grammars and patterns in the part of GBNF that xgrammar knows and follows as it is meant.
+
+Patterns are written this way, too: the library takes far longer over its own reading of a regular expression.
+"""
+
+from __future__ import annotations
+
+from tokenmill.grammar.characters import Ranges, wide_class
+from tokenmill.grammar.expressions import Expression, RuleWriter, no_deeper_than_python
+from tokenmill.grammar.gbnf import read_rules
+from tokenmill.grammar.patterns import check_length, read_pattern
+
+# The first character whose UTF-8 has three bytes.
+_THREE_BYTES = 0x800
+
+
+def ebnf_of(text: str) -> str:
+    """A grammar in GBNF, rewritten. Raises `BadGrammar` with the line of a mistake."""
+    return _written(read_rules(text))
+
+
+def ebnf_of_pattern(pattern: str) -> str:
+    """A regular expression. Raises `BadGrammar` for what has no such form, or `re.error`."""
+    with no_deeper_than_python():
+        return _written({"root": read_pattern(pattern)})
+
+
+def _written(rules: dict[str, Expression]) -> str:
+    names = {name: "root" if name == "root" else f"rule_{index}" for index, name in enumerate(rules)}
+    classes = _Classes()
+    writer = RuleWriter(names, classes.alone, repeated=classes.write, has_literals=True)
+    with no_deeper_than_python():
+        lines = [f"{names[name]} ::= {writer.write(rule)}" for name, rule in rules.items()]
+    return "\n".join([*lines, *classes.rules])
+
+
+class _Classes:
+    """Writes classes, with a rule of its own for each that the library would misread.
+
+    To know which tokens may end a rule it looks at what follows the rule, and there it (0.2.8) lets any
+    character of ASCII in for a class with characters of three bytes, unless a rule stands in between. With
+    one rule for all places of a class it would know nothing of what follows them, and masks take long.
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+        self._length = 0
+
+    def alone(self, ranges: Ranges) -> str:
+        """A class, or the name of its rule."""
+        is_one = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+        if is_one or not ranges or ranges[-1][1] < _THREE_BYTES:
+            return self.write(ranges)
+        name = f"class_{len(self.rules)}"
+        self.rules.append(f"{name} ::= {self.write(ranges)}")
+        return name
+
+    def write(self, ranges: Ranges) -> str:
+        """The class itself."""
+        text = wide_class(ranges)
+        self._length += len(text)
+        check_length(self._length)
+        return text
