@@ -58,7 +58,10 @@ def _draw(rng: random.Random, root: list[int]) -> Call:
         params |= _some(rng, _PARAMS)
     options = _some(rng, _OPTIONS)
     if "return_logprob" in options:
-        options |= {"top_logprobs_num": rng.choice([0, 2]), "logprob_start_len": rng.choice([-1, 0, 1])}
+        options |= {
+            "top_logprobs_num": rng.choice([0, 1, 2, 9, 40]),
+            "logprob_start_len": rng.choice([-1, 0, 1]),
+        }
     return {"input_ids": prompt, "sampling_params": params, **options}
 
 

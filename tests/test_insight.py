@@ -608,6 +608,16 @@ def test_prompts_that_are_too_long_may_be_cut(folder: Path, caplog: pytest.LogCa
     with sgl.Engine(str(folder), allow_auto_truncate=True, log_level="warning", **settings) as cutting:
         cut = cutting.generate(input_ids=prompts, sampling_params=params)
         rest = list(cutting.iter({"input_ids": prompt} for prompt in prompts))
+        for start, count in ((61, 2), (63, 0), (499, 0), (500, 0), (-1, 0)):
+            told = cutting.generate(
+                input_ids=prompts[0],
+                sampling_params={"max_new_tokens": 2},
+                return_logprob=True,
+                logprob_start_len=start,
+            )
+            assert len(told["meta_info"]["input_token_logprobs"]) == count
+        with pytest.raises(sgl.InvalidArgument, match="501, but input_ids has only 500 tokens"):
+            cutting.generate(input_ids=prompts[0], return_logprob=True, logprob_start_len=501)
     assert (prompts, params) == given
     assert "input_ids[0] has 500 tokens and is cut to its first 63 (allow_auto_truncate)" in caplog.messages
     with sgl.Engine(str(folder), **settings) as llm:

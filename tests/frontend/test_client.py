@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tokenmill import EngineClosed, EngineConfig, EngineDead, Interrupted, InvalidArgument
+from tokenmill.errors import WrongState
 from tokenmill.frontend.calls import Call, Mailbox
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.inputs import Job
@@ -367,6 +368,41 @@ def test_closing_a_stream_ends_the_wait_of_another_task(
         assert asyncio.run(main()) == "the end"
     finally:
         gate.set()
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(
+    client: Client, prepare: Any, gate: threading.Event
+) -> None:
+    gate.clear()
+    stream = client.stream(prepare("abc", stream=True), owner=None)
+    got: list[str] = []
+    first = threading.Thread(target=lambda: got.extend(chunk["text"] for chunk in stream), daemon=True)
+    first.start()
+    wait_until(lambda: stream._call.mail._wake is not None)
+    with pytest.raises(WrongState, match="another thread or task waits for a result of this stream"):
+        next(stream)
+    gate.set()
+    first.join(5)
+    assert "".join(got) == "abc"
+
+
+def test_a_second_task_is_refused_and_the_first_goes_on(
+    client: Client, prepare: Any, gate: threading.Event
+) -> None:
+    async def texts(stream: Any) -> str:
+        return "".join([chunk["text"] async for chunk in stream])
+
+    async def both() -> str:
+        stream = client.stream_async(prepare("abc", stream=True), owner=None)
+        first = asyncio.create_task(texts(stream))
+        await asyncio.sleep(0)  # until it waits
+        with pytest.raises(WrongState, match="another thread or task waits for a result of this stream"):
+            await anext(stream)
+        gate.set()
+        return await asyncio.wait_for(first, 10)
+
+    gate.clear()
+    assert asyncio.run(both()) == "abc"
 
 
 class WokenMeanwhile(Mailbox):

@@ -54,7 +54,7 @@ def make_row(rid: str, prompt_ids: Any, output: list[int] | None = None, kind: s
 def begin(sessions: Sessions, params: dict[str, Any], rid: str, new: list[int]) -> tuple[Any, Any, Any]:
     """Start a turn; gives its call, its row, and the names of requests that it made obsolete."""
     call = sessions.continuation(params)
-    prompt = call.join(np.asarray(new, np.int32), call.place("prompt"))
+    prompt = call.join(np.asarray(new, np.int32))
     row = make_row(rid, prompt)
     return call, row, call.start([row])
 
@@ -157,8 +157,7 @@ def test_a_bos_is_removed_from_what_is_appended() -> None:
     sessions.open(100, "s")
     assert take_turn(sessions, {"id": "s"}, "a", [BOS, 1], [2]) == [BOS, 1]
     assert take_turn(sessions, {"id": "s"}, "b", [BOS, 3, BOS], [4]) == [BOS, 1, 2, 3, BOS]
-    with pytest.raises(sgl.InvalidArgument, match="prompt with its context in session 's' adds no token"):
-        take_turn(sessions, {"id": "s"}, "c", [BOS], [])
+    assert take_turn(sessions, {"id": "s"}, "c", [BOS], []) == [BOS, 1, 2, 3, BOS, 4]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_opening_and_closing(sessions: Sessions, caplog: pytest.LogCaptureFixtur
 def test_a_session_that_is_closed_while_a_call_is_made(sessions: Sessions) -> None:
     sessions.open(10, "s")
     call = sessions.continuation({"id": "s"})
-    prompt = call.join(np.asarray([1], np.int32), "prompt")
+    prompt = call.join(np.asarray([1], np.int32))
     sessions.close("s")
     sessions.open(10, "s")
     with pytest.raises(sgl.InvalidArgument, match="no session 's'"):
@@ -263,7 +262,7 @@ def test_a_turn_that_is_replaced_while_a_call_is_made(sessions: Sessions) -> Non
     sessions.open(10, "s")
     take_turn(sessions, {"id": "s"}, "a", [1], [2])
     call = sessions.continuation({"id": "s"})
-    prompt = call.join(np.asarray([3], np.int32), "prompt")
+    prompt = call.join(np.asarray([3], np.int32))
     take_turn(sessions, {"id": "s", "replace": True}, "b", [4], [])
     with pytest.raises(sgl.InvalidArgument, match="session 's' was changed meanwhile"):
         call.start([make_row("c", prompt)])
@@ -366,7 +365,7 @@ def test_streaming_sessions_only_append_and_one_at_a_time(sessions: Sessions) ->
     assert take_turn(sessions, {"id": "s"}, "a", [1], [2]) == [1]
     late = sessions.continuation({"id": "s"})
     assert take_turn(sessions, {"id": "s", "rid": "a"}, "b", [3], [4]) == [1, 2, 3]
-    prompt = late.join(np.asarray([5], np.int32), "prompt")
+    prompt = late.join(np.asarray([5], np.int32))
     with pytest.raises(sgl.InvalidArgument, match="one request at a time"):
         late.start([make_row("late", prompt)])
     for key, value in {"replace": True, "offset": 1, "drop_previous_output": True}.items():
@@ -383,7 +382,7 @@ def test_streaming_sessions_only_append_and_one_at_a_time(sessions: Sessions) ->
         sessions.continuation({"id": "s"})
     call.drop()
     two = sessions.continuation({"id": "s"})
-    rows = [two.join(np.asarray([5], np.int32), place) for place in ("prompt[0]", "prompt[1]")]
+    rows = [two.join(np.asarray([5], np.int32)) for _ in range(2)]
     with pytest.raises(sgl.InvalidArgument, match="one request at a time"):
         two.start([make_row("d", rows[0]), make_row("e", rows[1])])
     assert take_turn(sessions, {"id": "s"}, "f", [6], []) == [1, 2, 3, 4, 6]
@@ -583,8 +582,6 @@ def test_messages_name_the_session(llm: sgl.Engine) -> None:
         llm.generate(["a", "x" * 50_000], session_params=s)
     with pytest.raises(sgl.UnknownArgument, match="Did you mean 'session_id'"):
         llm.generate("a", session_params={"sesion_id": "mine"})
-    with pytest.raises(sgl.InvalidArgument, match="prompt is empty"):
-        llm.generate("", session_params=s)
 
 
 def test_capacity_is_in_characters(llm: sgl.Engine) -> None:
@@ -669,6 +666,26 @@ def test_a_session_answers_as_one_long_prompt_does(tiny_engine: Any) -> None:
             == tiny_engine.generate(input_ids=context, sampling_params=GREEDY)["output_ids"]
         )
         context += result["output_ids"]
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [{"prompt": ""}, {"input_ids": []}, {"input_ids": np.empty(0, np.int32)}, {"prompt": [""]}],
+    ids=str,
+)
+def test_an_empty_prompt_goes_on_with_what_is_there(tiny_engine: Any, nothing: dict[str, Any]) -> None:
+    greedy = {"temperature": 0, "ignore_eos": True}
+    whole = tiny_engine.generate("Once upon a time", {**greedy, "max_new_tokens": 8})
+    s = {"id": tiny_engine.open_session(10_000)}
+    with pytest.raises(sgl.InvalidArgument, match="is empty"):
+        tiny_engine.generate(**nothing, session_params=s)
+    first = tiny_engine.generate("Once upon a time", {**greedy, "max_new_tokens": 3}, session_params=s)
+    rest = tiny_engine.generate(**nothing, sampling_params={**greedy, "max_new_tokens": 5}, session_params=s)
+    rest = rest[0] if isinstance(rest, list) else rest
+    assert first["output_ids"] + rest["output_ids"] == whole["output_ids"]
+    assert rest["meta_info"]["prompt_tokens"] == first["meta_info"]["prompt_tokens"] + 3
+    with pytest.raises(sgl.InvalidArgument, match="is empty"):
+        tiny_engine.generate(**nothing, session_params={**s, "offset": -1000})
 
 
 def test_a_turn_that_is_refused_costs_nothing(tiny_engine: Any) -> None:

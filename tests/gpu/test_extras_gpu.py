@@ -115,3 +115,5 @@ def test_logprobs_of_large_vocabularies(num_top: int, dtype: torch.dtype) -> Non
     found = token_logprobs(logits.cuda(), temperatures.cuda(), tokens.cuda(), given.cuda(), num_top=num_top)
     for name in ("token_R", "top_RK", "given_RI"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-4, atol=1e-4)
+    # Of equals, too, which 16 bits have many of.
+    assert torch.equal(found.top_ids_RK.cpu(), expected.top_ids_RK)

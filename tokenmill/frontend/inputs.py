@@ -18,9 +18,10 @@ import numpy as np
 
 from tokenmill import logs
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidArgument, RowError, TooLong, reading
+from tokenmill.errors import InvalidArgument, RowError, reading
 from tokenmill.frontend.failures import RAISED, Faults
 from tokenmill.frontend.insight import HiddenStatesFormat
+from tokenmill.frontend.lengths import Lengths
 from tokenmill.frontend.options import (
     RequestOptions,
     grammar_of,
@@ -109,7 +110,7 @@ class InputReader:
         may_truncate: bool = False,
     ) -> None:
         self._facts = facts
-        self._may_truncate = may_truncate
+        self._lengths = Lengths(facts, tokenizer, may_truncate=may_truncate)
         self._grammar_backend = grammar_backend
         self._tokenizer = tokenizer
         self._defaults = dict(defaults or {})
@@ -172,12 +173,14 @@ class InputReader:
         with reading("rid"):
             ids = request_ids(rid, len(prompts), single=prompts.single, n=n, faults=faults)
         with reading(name):
-            rows = self._tokenize(prompts, faults) if name == "prompt" else self._check_ids(prompts, faults)
-        rows = faults.each(name, rows, lambda i, row: session.join(row, places[i]), _NO_TOKENS)
+            read_rows = self._tokenize if name == "prompt" else self._check_ids
+            rows = read_rows(prompts, faults, may_be_empty=session.has_context)
+        rows = [session.join(row) for row in rows]
+        counts = [len(row) for row in rows]
         rows = faults.each(name, rows, lambda i, row: self._fitted(row, settings[i], places[i]), _NO_TOKENS)
-        limits = faults.each(name, rows, lambda i, row: self._resolve_length(row, settings[i], places[i]), 0)
+        limits = faults.each(name, rows, lambda i, row: self._limit(row, settings[i], places[i]), 0)
         logprobs = faults.each(
-            name, rows, lambda i, row: logprob_options(asked[i], len(row), places[i]), None
+            name, rows, lambda i, row: logprob_options(asked[i], len(row), places[i], counts[i]), None
         )
         seeds = self._seeds.of((each.params.sampling_seed for each in settings), n)
         requests = []
@@ -206,9 +209,9 @@ class InputReader:
         """
         n = settings.params.n
         ids = request_ids(rid, 1, single=True, n=n)
-        row = self._fitted(row, settings, place)
-        limit = self._resolve_length(row, settings, place)
-        logprobs = logprob_options(asked, len(row), place)
+        count, row = len(row), self._fitted(row, settings, place)
+        limit = self._limit(row, settings, place)
+        logprobs = logprob_options(asked, len(row), place, count)
         seeds = self._seeds.of([settings.params.sampling_seed], n)
         requests = []
         for sample in range(n):
@@ -343,14 +346,16 @@ class InputReader:
 
     # ── tokens ──
 
-    def _tokenize(self, prompts: Prompts, faults: Faults) -> list[IntArray]:
+    def _tokenize(self, prompts: Prompts, faults: Faults, *, may_be_empty: bool) -> list[IntArray]:
         if not prompts.texts:
             return []
         rows: list[Sequence[int]] = faults.together("prompt", prompts.texts, self.encode, ())
         return faults.each(
             "prompt",
             rows,
-            lambda index, row: self.check_tokens(row, prompts.texts[index], prompts.place(index)),
+            lambda index, row: self.check_tokens(
+                row, prompts.texts[index], prompts.place(index), may_be_empty=may_be_empty
+            ),
             _NO_TOKENS,
         )
 
@@ -362,10 +367,14 @@ class InputReader:
             )
         return self._tokenizer.encode_batch(texts)
 
-    def check_tokens(self, tokens: Sequence[int] | IntArray, text: str, place: str) -> IntArray:
+    def check_tokens(
+        self, tokens: Sequence[int] | IntArray, text: str, place: str, *, may_be_empty: bool = False
+    ) -> IntArray:
         """Tokens that the tokenizer made of a text, as a row that the model can take."""
         row = np.asarray(tokens, dtype=np.int32)
         if not row.size:
+            if may_be_empty:
+                return row
             raise InvalidArgument(
                 f"{place} is empty: the tokenizer makes no token of {show(text)}; give at least one character"
             )
@@ -376,66 +385,21 @@ class InputReader:
             )
         return row
 
-    def _check_ids(self, prompts: Prompts, faults: Faults) -> list[IntArray]:
+    def _check_ids(self, prompts: Prompts, faults: Faults, *, may_be_empty: bool) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
         return faults.each(
             prompts.name,
             prompts.id_rows,
-            lambda index, row: token_ids(row, prompts.place(index), vocab_size),
+            lambda index, row: token_ids(row, prompts.place(index), vocab_size, may_be_empty=may_be_empty),
             _NO_TOKENS,
         )
 
-    # ── lengths ──
-
     def _fitted(self, row: IntArray, settings: Settings, place: str) -> IntArray:
-        """The prompt; its first tokens, where it is too long and the engine may cut it."""
-        most = self._longest_prompt(settings)
-        if len(row) <= most or not self._may_truncate:
-            return row
-        count = self._shown_count(row, place)
-        logs.warn_once(
-            "allow_auto_truncate",
-            "prompts that are too long are cut to their first tokens (allow_auto_truncate); "
-            'log_level="warning" tells of each',
-        )
-        _log.warning("%s has %s tokens and is cut to its first %d (allow_auto_truncate)", place, count, most)
-        return row[:most]
+        return self._lengths.fitted(row, settings.params.max_new_tokens, place)
 
-    def _longest_prompt(self, settings: Settings) -> int:
-        """The last token of a sequence is drawn, but not computed: an output of one takes no room."""
-        asked = settings.params.max_new_tokens
-        return self._facts.max_sequence_tokens - (asked is None or asked > 1)
-
-    def _resolve_length(self, row: IntArray, settings: Settings, place: str) -> int:
-        """Most tokens the request may generate: what was asked for, or what fits if nothing was."""
-        most, asked = self._facts.max_sequence_tokens, settings.params.max_new_tokens
-        if len(row) > self._longest_prompt(settings):
-            raise TooLong(
-                f"{place} has {self._shown_count(row, place)} tokens, but a sequence has at most {most}, and "
-                "one must remain for the output, unless max_new_tokens is 0 or 1 and the prompt just fits; "
-                f"shorten it or raise {self._limiting_argument()}"
-            )
-        room = max(1, most - len(row))
-        if asked is None:
-            return room
-        if asked > room and settings.is_length_explicit and not self._may_truncate:
-            raise TooLong(
-                f"{place} has {len(row)} tokens and max_new_tokens is {show(asked)}, but a sequence has at "
-                f"most {most}; lower max_new_tokens to {room}, leave it out, or raise "
-                f"{self._limiting_argument()}"
-            )
-        return min(asked, room)
-
-    def _shown_count(self, row: IntArray, place: str) -> str:
-        """How many tokens a prompt has; of a text that is far too long the tokenizer may count a part."""
-        counted = None if self._tokenizer is None else self._tokenizer.most_tokens
-        if counted is None or len(row) < 2 * counted or place.startswith("input_ids"):
-            return f"{len(row)}"
-        return f"at least {2 * counted}"
-
-    def _limiting_argument(self) -> str:
-        is_pool = self._facts.max_sequence_tokens < self._facts.context_length
-        return "max_total_tokens" if is_pool else "context_length"
+    def _limit(self, row: IntArray, settings: Settings, place: str) -> int:
+        asked, is_explicit = settings.params.max_new_tokens, settings.is_length_explicit
+        return self._lengths.limit(row, asked, place, is_explicit=is_explicit)
 
 
 @lightly_frozen()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from tokenmill.errors import WrongState, WrongType, request_error
 from tokenmill.frontend.event_loops import Threads, run_aside
 from tokenmill.frontend.failures import returns_errors
 from tokenmill.frontend.iteration import Entry, Finished, Flow, Prepared, RowRunner
-from tokenmill.frontend.streams import LoopWake
+from tokenmill.frontend.streams import LoopWake, OneUser
 from tokenmill.sampling_params import show
 
 # A window is filled in so many parts.
@@ -62,16 +61,13 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         self._async_rows: _AsyncRows | None = None
         self._ready: deque[dict[str, Any]] = deque()  # samples of the row that is being handed out
         self._closed = False
-        self._in_use = threading.Lock()  # held by whoever waits for a result
+        self._user = OneUser("iterator")
 
     # ── for ──
 
     def __next__(self) -> dict[str, Any]:
-        self._begin_use()
-        try:
+        with self._user:
             return self._next()
-        finally:
-            self._in_use.release()
 
     def _next(self) -> dict[str, Any]:
         if not self._ready:
@@ -116,11 +112,8 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
     # ── async for ──
 
     async def __anext__(self) -> dict[str, Any]:
-        self._begin_use()
-        try:
+        with self._user:
             return await self._async_next()
-        finally:
-            self._in_use.release()
 
     async def _async_next(self) -> dict[str, Any]:
         if not self._ready:
@@ -161,14 +154,6 @@ class ResultIterator(Iterator[dict[str, Any]], AsyncIterator[dict[str, Any]]):
         await self.aclose()
 
     # ── for both ──
-
-    def _begin_use(self) -> None:
-        """Raise `WrongState` while another thread or task waits for a result, and leave that one alone."""
-        if not self._in_use.acquire(blocking=False):
-            raise WrongState(
-                "another thread or task waits for a result of this iterator; make one for each, or let one "
-                "of them hand the results on"
-            )
 
     def _hand_out(self, entry: Entry, results: list[dict[str, Any]]) -> None:
         for sample, result in enumerate(results):

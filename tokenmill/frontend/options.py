@@ -156,16 +156,22 @@ def state_format(given: Mapping[str, Any]) -> HiddenStatesFormat:
     return cast(HiddenStatesFormat, word)
 
 
-def logprob_options(asked: RequestOptions, num_prompt: int, place: str) -> LogprobOptions | None:
-    """What the core is to compute for a prompt of so many tokens; None: no log-probabilities at all."""
+def logprob_options(
+    asked: RequestOptions, num_prompt: int, place: str, num_given: int
+) -> LogprobOptions | None:
+    """What the core is to compute for a prompt of so many tokens; None: no log-probabilities at all.
+
+    `num_given` is how many it had before it was cut.
+    """
     if not asked.return_logprob:
         return None
-    start = num_prompt if asked.logprob_start == -1 else asked.logprob_start
-    if start > num_prompt:
+    start = num_given if asked.logprob_start == -1 else asked.logprob_start
+    if start > num_given:
         raise InvalidArgument(
-            f"logprob_start_len is {brief(start)}, but {place} has only {num_prompt} tokens; use -1 for no "
+            f"logprob_start_len is {brief(start)}, but {place} has only {num_given} tokens; use -1 for no "
             "log-probabilities of the prompt"
         )
+    start = min(start, num_prompt)
     return LogprobOptions(start, asked.num_top_logprobs, asked.logprob_token_ids, asked.text_in_logprobs)
 
 

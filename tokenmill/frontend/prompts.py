@@ -128,10 +128,10 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
     return rows, is_flat
 
 
-def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
+def token_ids(row: Any, place: str, vocab_size: int, *, may_be_empty: bool = False) -> IntArray:
     """One row of ids as a new int32 array [tokens], every id checked against the vocabulary."""
     if isinstance(row, np.ndarray) and row.dtype != object:
-        return _checked_array(row, place, vocab_size)
+        return _checked_array(row, place, vocab_size, may_be_empty=may_be_empty)
     items = unpacked(place, row)
     if not isinstance(items, list | tuple | range):
         raise WrongType(f"{place} must be a list of token ids, got {show(row)}")
@@ -141,7 +141,7 @@ def token_ids(row: Any, place: str, vocab_size: int) -> IntArray:
             if not 0 <= items[position] < vocab_size:
                 raise _outside(f"{place}[{position}]", items[position], vocab_size)
     if not items:
-        raise InvalidArgument(f"{place} is empty; give at least one token")
+        return _no_tokens(place, may_be_empty=may_be_empty)
     ids = _plain_ids(items)
     if ids is None:
         items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
@@ -174,13 +174,19 @@ def _token_id(item: Any, place: str) -> int:
     raise WrongType(f"{place} must be an integer (a token id), got {show(item)}")
 
 
-def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int) -> IntArray:
+def _no_tokens(place: str, *, may_be_empty: bool) -> IntArray:
+    if not may_be_empty:
+        raise InvalidArgument(f"{place} is empty; give at least one token")
+    return np.empty(0, np.int32)
+
+
+def _checked_array(row: np.ndarray[Any, Any], place: str, vocab_size: int, *, may_be_empty: bool) -> IntArray:
     check_count(place, row.size)
     row = np.asarray(row)  # a masked array compares as if what it hides were not there
     if row.ndim != 1:
         raise InvalidArgument(f"{place} has {row.ndim} dimensions; a row of token ids has one")
     if not row.size:
-        raise InvalidArgument(f"{place} is empty; give at least one token")
+        return _no_tokens(place, may_be_empty=may_be_empty)
     if row.dtype.kind not in "iu":
         raise WrongType(f"{place} must hold integers (token ids), got an array of {row.dtype}")
     if row.min() < 0 or row.max() >= vocab_size:

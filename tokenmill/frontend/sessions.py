@@ -50,8 +50,13 @@ class Continuation:
         """How messages name the whole prompt that is made of the tokenized one at `place`."""
         return place
 
-    def join(self, row: IntArray, place: str) -> IntArray:
-        """The whole prompt. Raises `InvalidArgument`, which names the place, for one that adds nothing."""
+    @property
+    def has_context(self) -> bool:
+        """Whether there are tokens before the prompt, which may then be empty."""
+        return False
+
+    def join(self, row: IntArray) -> IntArray:
+        """The whole prompt."""
         return row
 
     def start(self, rows: Sequence[Row]) -> Sequence[str]:
@@ -365,13 +370,15 @@ class _SessionCall(Continuation):
         self._inherited = _inherited(parent, self.parent_output, wish)
 
     def place(self, place: str) -> str:
-        return f"{place} with its context in session {self.session.id!r}" if self._inherited.size else place
+        return f"{place} with its context in session {self.session.id!r}" if self.has_context else place
 
-    def join(self, row: IntArray, place: str) -> IntArray:
-        if self._inherited.size and row.size:
+    @property
+    def has_context(self) -> bool:
+        return self._inherited.size > 0
+
+    def join(self, row: IntArray) -> IntArray:
+        if self.has_context and row.size:
             row = self._sessions.without_bos(row)
-        if not row.size:
-            raise InvalidArgument(f"{place} adds no token; give at least one character")
         return np.concatenate((self._inherited, row))
 
     def start(self, rows: Sequence[Row]) -> Sequence[str]:

@@ -10,8 +10,10 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
 from typing import Any, Protocol
 
+from tokenmill.errors import WrongState
 from tokenmill.frontend.calls import Call, Wake
 from tokenmill.frontend.progress import Advance
 
@@ -24,6 +26,27 @@ class Source(Protocol):
     def let_go(self, *calls: Call) -> None: ...
 
 
+class OneUser:
+    """A block that one thread or task goes through at a time: another one that comes gets a `WrongState`."""
+
+    def __init__(self, of: str) -> None:
+        """`of` is what it is used for, in a word."""
+        self._of = of
+        self._in_use = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._in_use.acquire(blocking=False):
+            raise WrongState(
+                f"another thread or task waits for a result of this {self._of}; make one for each, or let "
+                "one of them hand the results on"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._in_use.release()
+
+
 class _Stream:
     """What both kinds of streams share: chunks that are ready, and the end of the call."""
 
@@ -34,6 +57,7 @@ class _Stream:
         self._owner = owner
         self._ready: deque[dict[str, Any]] = deque()
         self._closed = False
+        self._user = OneUser("stream")
 
     def _fill(self, wake: Wake) -> bool:
         """Whether a chunk is ready, or the stream has ended; if not, `wake` is called when to look again."""
@@ -62,10 +86,15 @@ class _Stream:
 class ResultStream(_Stream, Iterator[dict[str, Any]]):
     """Chunks of one call. Closing it, or letting go of it, cancels what has not finished.
 
-    Any thread may close it; one that waits for a chunk meanwhile sees the end.
+    One thread uses it at a time, and another one that comes meanwhile gets a `WrongState`. Any may close it;
+    one that waits for a chunk meanwhile sees the end.
     """
 
     def __next__(self) -> dict[str, Any]:
+        with self._user:
+            return self._next()
+
+    def _next(self) -> dict[str, Any]:
         woken = threading.Event()
         try:
             while not self._fill(woken.set):
@@ -87,6 +116,10 @@ class AsyncResultStream(_Stream, AsyncIterator[dict[str, Any]]):
     """As `ResultStream`, in any event loop."""
 
     async def __anext__(self) -> dict[str, Any]:
+        with self._user:
+            return await self._next()
+
+    async def _next(self) -> dict[str, Any]:
         try:
             while not self._fill(wake := LoopWake()):
                 await wake.sleep()

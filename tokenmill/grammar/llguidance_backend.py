@@ -35,6 +35,8 @@ _MAX_LEXER_STATES = 50_000
 _MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be left out
 # How its messages name these limits; its reasons to stop do not tell them from other failures.
 _LIMITS = re.compile("too many (states|expressions)|items; max is|fuel exhausted|TooComplex")
+# The first of them; what it does not know, xgrammar does not know either.
+_UNKNOWN_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
 # Letters behind a backslash in JSON, and what may ask for a control character that none of them stands for.
 _ESCAPES = 'nrbtf\\"'
 _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[uxc]")
@@ -328,4 +330,6 @@ def _reason(matcher: LLMatcher) -> str:
     message = str(matcher.get_error()).partition("<state>")[0].strip()
     if message.startswith("NoExtension"):
         return "no output can follow it"
+    if unknown := _UNKNOWN_KEYWORD.match(message):
+        return f"no library follows the keyword {unknown[1]!r} of a schema; leave it out"
     return message[:300] or str(matcher.stop_reason())

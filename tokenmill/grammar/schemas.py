@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
+from tokenmill.grammar.property_names import write_as_properties
 from tokenmill.grammar.unions import write_as_any
 
 _log = logging.getLogger("tokenmill")
@@ -69,10 +70,12 @@ def normalize(schema: Any) -> None:
     """Change a schema, in place, into one that means the same to more libraries.
 
     What allows everything is taken away: it is refused where the keyword is not known. Formats that the
-    libraries take too widely, days that no month has and numbers with zeros in front, become patterns, and
-    unions whose members exclude each other become ones that more libraries know.
+    libraries take too widely, days that no month has and numbers with zeros in front, become patterns,
+    unions whose members exclude each other become ones that more libraries know, and names that are an
+    enumeration become properties.
     """
     write_as_any(subschemas(schema), schema)
+    write_as_properties(list(subschemas(schema)), schema)
     for each in list(subschemas(schema)):
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]

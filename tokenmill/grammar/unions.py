@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
-from urllib.parse import unquote
 
-_NOTES = {"title", "description", "default"}
+from tokenmill.grammar.references import define, has_definitions, resolve
+
 _TAG_TYPES = {"str": "string", "bool": "boolean", "NoneType": "null", "int": "number"}
-_MAX_REFERENCES = 16
 # Many unions may refer to one large schema: what has more names, values or tags is not looked into.
 _MAX_NAMES, _MAX_TAGS = 100, 16
 
@@ -22,7 +20,7 @@ def write_as_any(schemas: Iterable[dict[str, Any]], root: Any) -> None:
     changed if a reference goes through a `oneOf`, or definitions are no object.
     """
     pending = list(schemas)
-    if isinstance(root, dict) and not isinstance(root.get("$defs", {}), dict):
+    if isinstance(root, dict) and not has_definitions(root):
         return
     if any("/oneOf/" in each["$ref"] for each in pending if isinstance(each.get("$ref"), str)):
         return
@@ -46,7 +44,7 @@ class _Writer:
             return
         discriminator = schema.get("discriminator")
         tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-        resolved = [_resolve(member, self._root) for member in members]
+        resolved = [resolve(member, self._root) for member in members]
         if isinstance(tag, str) and _are_distinct(_tags(member, tag) for member in resolved):
             members = [self._requiring(*pair, tag) for pair in zip(members, resolved, strict=True)]
         elif not _exclude_each_other(resolved):
@@ -64,46 +62,14 @@ class _Writer:
             return self._with_required(resolved, tag)
         pair = (member["$ref"], tag)
         if pair not in self._defined:
-            self._defined[pair] = self._define(f"{member['$ref'].rpartition('/')[2]}_with_{tag}")
-            self._definitions()[self._defined[pair]] = self._with_required(resolved, tag)
-        return {**member, "$ref": f"#/$defs/{self._defined[pair]}"}
+            name = f"{member['$ref'].rpartition('/')[2]}_with_{tag}"
+            self._defined[pair] = define(name, self._with_required(resolved, tag), self._root)
+        return {**member, "$ref": self._defined[pair]}
 
     def _with_required(self, schema: dict[str, Any], tag: str) -> dict[str, Any]:
         written = {**schema, "required": [*_listed(schema, "required"), tag]}
         self._pending.append(written)
         return written
-
-    def _definitions(self) -> dict[str, Any]:
-        definitions: dict[str, Any] = self._root.setdefault("$defs", {})
-        return definitions
-
-    def _define(self, name: str) -> str:
-        """A name that is free, of characters that mean nothing in a reference."""
-        name = re.sub("[^A-Za-z0-9_]", "_", name)
-        while name in self._definitions():
-            name += "_"
-        return name
-
-
-def _resolve(schema: Any, root: Any) -> Any:
-    """What a schema that is nothing but a reference refers to; others as they are."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - _NOTES != {"$ref"}:
-            return schema
-        schema = _find(schema["$ref"], root)
-    return None
-
-
-def _find(reference: Any, root: Any) -> Any:
-    """The schema that a path within the root names; None for any other reference."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    found = root
-    for step in unquote(reference[2:]).split("/"):
-        if not isinstance(found, dict):
-            return None
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
-    return found
 
 
 def _exclude_each_other(members: list[Any]) -> bool:

@@ -50,6 +50,12 @@ _ENFORCED = {
     "pattern",
     "format",
 }
+# What llguidance (1.9) does not know either.
+_FOLLOWED_BY_NONE = {
+    *("propertyNames", "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then"),
+    *("else", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+    "$dynamicRef",
+}
 _FORMATS = frozenset(
     ["email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"]
 )
@@ -73,6 +79,8 @@ def prepare_schema(schema: Any) -> None:
     Raises `BadGrammar` for the first thing in it that would not be enforced.
     """
     for each in subschemas(schema):
+        if key := next((key for key in each if key in _FOLLOWED_BY_NONE), None):
+            raise BadGrammar(f"no library follows the keyword {key!r} of a schema; leave it out")
         for problem in _problems(each):
             raise _refusal(problem)
         if isinstance(pattern := each.get("pattern"), str):

@@ -86,13 +86,13 @@ def pack_on_gpu(
     *,
     num_top: int,
 ) -> torch.Tensor:
-    """As `pack_torch`, by kernels; of equals among the likeliest the lowest id goes first if they are few."""
+    """As `pack_torch`, by kernels."""
     from tokenmill.kernels import triton_logprobs
 
     arguments = (logits_RV, temperatures_R, tokens_R)
     if num_top <= triton_logprobs.MOST_TOP:
         return triton_logprobs.pack_logprobs(*arguments, given_ids_RI, num_top=num_top)
-    ids_RK = clean(logits_RV.float()).topk(num_top, dim=1).indices
+    ids_RK = _likeliest_on_gpu(clean(logits_RV.float()), num_top)
     ids_RC = torch.cat([ids_RK, given_ids_RI], 1)
     packed_RC = triton_logprobs.pack_logprobs(*arguments, ids_RC, num_top=0)
     head_RC, rest_RI = packed_RC[:, : 2 + num_top], packed_RC[:, 2 + num_top :]
@@ -107,7 +107,11 @@ def pack_torch(
     *,
     num_top: int,
 ) -> torch.Tensor:
-    """The columns of `TokenLogprobs`, int32 [R, C]; `num_top` is at most the size of the vocabulary."""
+    """The columns of `TokenLogprobs`, int32 [R, C]; `num_top` is at most the size of the vocabulary.
+
+    Of equals among the likeliest the lowest id goes first, so that those of a row are the first of as many
+    more as others want.
+    """
     values_RV = clean(logits_RV.float())
     maximum_R1 = values_RV.amax(1, keepdim=True).clamp_(min=LOWEST)
     scales_R1 = 1 / temperatures_R[:, None]
@@ -118,17 +122,42 @@ def pack_torch(
         logprobs = logprobs.nan_to_num_(nan=LOWEST)  # no token has probability
         return logprobs.clamp_(min=LOWEST, max=0.0).view(torch.int32)
 
-    top_RK, top_ids_RK = values_RV.topk(num_top, dim=1)
+    top_ids_RK = _likeliest(values_RV, num_top)
     return torch.cat(
         [
             tokens_R[:, None].int(),
             bits(values_RV.gather(1, tokens_R[:, None].clamp(min=0))),
-            bits(top_RK),
+            bits(values_RV.gather(1, top_ids_RK)),
             top_ids_RK.int(),
             bits(values_RV.gather(1, given_ids_RI)),
         ],
         1,
     )
+
+
+def _likeliest(values_RV: torch.Tensor, num_top: int) -> torch.Tensor:
+    """The ids of the largest values, int64 [R, K]; of equals the lowest ids, in order."""
+    if not num_top:
+        return values_RV.new_empty((len(values_RV), 0), dtype=torch.int64)
+    # One more than wanted tells whether more are equal to the last one than there is room for.
+    top_RL, ids_RL = values_RV.topk(min(num_top + 1, values_RV.shape[1]), dim=1)
+    is_crowded_R = (top_RL[:, num_top - 1 : -1] == top_RL[:, num_top:]).any(1)
+    ids_RK, by_id_RK = ids_RL[:, :num_top].sort(dim=1)
+    by_value_RK = top_RL.gather(1, by_id_RK).sort(dim=1, descending=True, stable=True).indices
+    ids_RK = ids_RK.gather(1, by_value_RK)
+    for row in is_crowded_R.nonzero()[:, 0].tolist():
+        last = top_RL[row, num_top - 1]
+        larger = int((top_RL[row] > last).sum())
+        ids_RK[row, larger:] = (values_RV[row] == last).nonzero()[: num_top - larger, 0]
+    return ids_RK
+
+
+def _likeliest_on_gpu(values_RV: torch.Tensor, num_top: int) -> torch.Tensor:
+    """The same without looking at a number: whole numbers in the order of (value, -id)."""
+    bits_RV = (values_RV + 0.0).view(torch.int32)  # zeros of both signs are equal
+    ordered_RV = (bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)).long() << 32
+    last = values_RV.shape[1] - 1
+    return (ordered_RV + torch.arange(last, -1, -1, device=values_RV.device)).topk(num_top, dim=1).indices
 
 
 def _sums(values_RV: torch.Tensor) -> torch.Tensor:
