@@ -15,6 +15,8 @@ _TEMPERATURES = (1e-30, 1e30)
 # torch splits one long sum between threads, but not many short ones: a row's sum must not depend on how many
 # rows there are.
 _SUM_LENGTH = 4096
+# Ordering takes several numbers for each logit, and prompts have logits of a thousand rows.
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ def pack_on_gpu(
     arguments = (logits_RV, temperatures_R, tokens_R)
     if num_top <= triton_logprobs.MOST_TOP:
         return triton_logprobs.pack_logprobs(*arguments, given_ids_RI, num_top=num_top)
-    ids_RK = _likeliest_on_gpu(clean(logits_RV.float()), num_top)
+    parts = logits_RV.split(_ROWS_AT_ONCE)
+    ids_RK = torch.cat([_likeliest_on_gpu(clean(part.float()), num_top) for part in parts])
     ids_RC = torch.cat([ids_RK, given_ids_RI], 1)
     packed_RC = triton_logprobs.pack_logprobs(*arguments, ids_RC, num_top=0)
     head_RC, rest_RI = packed_RC[:, : 2 + num_top], packed_RC[:, 2 + num_top :]
