@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.grammar.conftest import backend, tokenizer
+from tokenmill.grammar import BadGrammar
+from tokenmill.grammar.backends import BACKENDS
 from tokenmill.grammar.schemas import normalize
 from tokenmill.messages import Grammar
 
@@ -114,6 +116,13 @@ def test_only_where_no_value_fits_two_members(members: list[Any], is_rewritten: 
     schema = {"properties": {"p": {"oneOf": members}}, "$defs": definitions}
     normalize(schema)
     assert ("anyOf" in schema["properties"]["p"]) is is_rewritten
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_members_that_overlap_are_refused_with_what_helps(name: str) -> None:
+    schema = {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}
+    with pytest.raises(BadGrammar, match="may fit the same value, which no library follows; use 'anyOf'"):
+        backend(name).compile(Grammar("json_schema", json.dumps(schema)))
 
 
 class Cat(pydantic.BaseModel):

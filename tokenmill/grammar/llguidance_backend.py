@@ -24,6 +24,7 @@ from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
+from tokenmill.grammar.unions import OVERLAP
 from tokenmill.grammar.vocabulary import read_vocabulary
 from tokenmill.messages import BoolArray, Grammar, IntArray
 
@@ -332,4 +333,6 @@ def _reason(matcher: LLMatcher) -> str:
         return "no output can follow it"
     if unknown := _UNKNOWN_KEYWORD.match(message):
         return f"no library follows the keyword {unknown[1]!r} of a schema; leave it out"
+    if message.startswith("oneOf constraints"):
+        return OVERLAP
     return message[:300] or str(matcher.stop_reason())

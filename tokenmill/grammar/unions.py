@@ -9,6 +9,8 @@ from typing import Any
 from tokenmill.grammar.references import define, has_definitions, resolve
 
 _TAG_TYPES = {"str": "string", "bool": "boolean", "NoneType": "null", "int": "number"}
+# Why a `oneOf` that is left is refused.
+OVERLAP = "members of a 'oneOf' may fit the same value, which no library follows; use 'anyOf'"
 # Many unions may refer to one large schema: what has more names, values or tags is not looked into.
 _MAX_NAMES, _MAX_TAGS = 100, 16
 

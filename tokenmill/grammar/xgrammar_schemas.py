@@ -13,6 +13,7 @@ from typing import Any
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.patterns import literals, translate_plain
 from tokenmill.grammar.schemas import is_number, subschemas
+from tokenmill.grammar.unions import OVERLAP
 
 # These say nothing about a value.
 _NOTES = {
@@ -79,6 +80,8 @@ def prepare_schema(schema: Any) -> None:
     Raises `BadGrammar` for the first thing in it that would not be enforced.
     """
     for each in subschemas(schema):
+        if "oneOf" in each:
+            raise BadGrammar(OVERLAP)
         if key := next((key for key in each if key in _FOLLOWED_BY_NONE), None):
             raise BadGrammar(f"no library follows the keyword {key!r} of a schema; leave it out")
         for problem in _problems(each):
