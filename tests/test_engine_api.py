@@ -354,7 +354,7 @@ def test_abort_gives_what_is_there(llm: sgl.Engine) -> None:
     llm.abort("one")
     last = list(streams[0])[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    llm.abort(abort_all=True)
+    llm.abort_request(abort_all=True)
     assert list(streams[1])[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert pieces == ["a", "a"]
 

@@ -180,6 +180,8 @@ class Engine:
         """
         self._client.abort(check_text("rid", rid), every=check_flag("abort_all", abort_all))
 
+    abort_request = abort  # its name in SGLang
+
     def plan(self, *arguments: Any, **options: Any) -> Plan:
         """What `generate` with the same arguments would take: tokens, cache hits, time and memory.
 
