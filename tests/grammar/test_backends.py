@@ -454,6 +454,11 @@ def test_token_that_does_not_follow(name: str) -> None:
         ("regex", "(ab|cd*)[漢-龍]*b"),
         ("regex", "[a-z]+[^a-z]x?[😀-😿]{2}y"),
         ("regex", r"\w?.\W+[漢字]{0,1}\d"),
+        ("regex", r"[a-z]+\W[Ā-ř]\d"),
+        ("regex", r"a\W[K-İ]"),
+        ("ebnf", 'root ::= [a-z ]+ [Ā-ř] "."'),
+        ("ebnf", 'root ::= [^()] | "(" root* ")"'),
+        ("ebnf", 'root ::= "a" | "ab" root'),
         ("ebnf", 'root ::= "a"+ [漢-龍] "b"'),
         ("ebnf", 'root ::= x [^a] "b" | "ab" [漢-龍]? x\nx ::= "a" x | "bc"'),
     ],
@@ -473,6 +478,18 @@ def test_xgrammar_allows_what_it_accepts(kind: GrammarKind, text: str) -> None:
             if not accepted:
                 break
             assert matcher.accept(int(random.choice(accepted)))
+
+
+def test_a_grammar_that_is_too_ambiguous_says_so() -> None:
+    matcher = backend("llguidance").compile(Grammar("ebnf", 'root ::= "a" | [^0] (root)+')).new()
+    masks = np.zeros((1, backend("llguidance").num_words), dtype=np.int32)
+    token = tokenizer().encode("b")[0]
+    for _ in range(60):
+        backend("llguidance").batch([matcher]).fill_masks(masks)
+        if matcher.error or not matcher.accept(token):
+            break
+    assert "Too many items" in matcher.error
+    assert matcher.is_too_complex
 
 
 def accepted_by_xgrammar(matcher: Any) -> list[int]:

@@ -10,8 +10,7 @@ from tokenmill.grammar.expressions import Expression, RuleWriter, no_deeper_than
 from tokenmill.grammar.gbnf import read_rules
 from tokenmill.grammar.patterns import check_length, read_pattern
 
-# The first character whose UTF-8 has three bytes.
-_THREE_BYTES = 0x800
+_ONE_BYTE = 0x100
 
 
 def ebnf_of(text: str) -> str:
@@ -26,19 +25,21 @@ def ebnf_of_pattern(pattern: str) -> str:
 
 
 def _written(rules: dict[str, Expression]) -> str:
-    names = {name: "root" if name == "root" else f"rule_{index}" for index, name in enumerate(rules)}
+    names = {name: f"rule_{index}" for index, name in enumerate(rules)}
     classes = _Classes()
     writer = RuleWriter(names, classes.alone, repeated=classes.write, has_literals=True)
     with no_deeper_than_python():
         lines = [f"{names[name]} ::= {writer.write(rule)}" for name, rule in rules.items()]
-    return "\n".join([*lines, *classes.rules])
+    # Where rules refer to `root` itself, the library loses tokens that may follow it there.
+    return "\n".join([f"root ::= {names['root']}", *lines, *classes.rules])
 
 
 class _Classes:
     """Writes classes, with a rule of its own for each that the library would misread.
 
     To know which tokens may end a rule it looks at what follows the rule, and there it (0.2.8) lets any
-    character of ASCII in for a class with characters of three bytes, unless a rule stands in between. With
+    others in, or leaves some out, for a class with code points of more than a byte (as if it kept their last
+    one only), unless a rule stands in between. With
     one rule for all places of a class it would know nothing of what follows them, and masks take long.
     """
 
@@ -49,7 +50,7 @@ class _Classes:
     def alone(self, ranges: Ranges) -> str:
         """A class, or the name of its rule."""
         is_one = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-        if is_one or not ranges or ranges[-1][1] < _THREE_BYTES:
+        if is_one or not ranges or ranges[-1][1] < _ONE_BYTE:
             return self.write(ranges)
         name = f"class_{len(self.rules)}"
         self.rules.append(f"{name} ::= {self.write(ranges)}")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MAX_LEXER_STATES = 50_000
 _MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be left out
 # How its messages name these limits; its reasons to stop do not tell them from other failures.
-_LIMITS = re.compile("too many (states|expressions)|items; max is|fuel exhausted|TooComplex")
+_LIMITS = re.compile("too many (states|expressions)|items; max is|Too many items|fuel exhausted|TooComplex")
 # The first of them; what it does not know, xgrammar does not know either.
 _UNKNOWN_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
 # Letters behind a backslash in JSON, and what may ask for a control character that none of them stands for.
