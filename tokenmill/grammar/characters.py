@@ -63,6 +63,11 @@ def is_text(code: int) -> bool:
     return not _SURROGATES[0] <= code <= _SURROGATES[1]
 
 
+def has_text(ranges: Ranges) -> bool:
+    """Whether any of them is a character."""
+    return any(not (_SURROGATES[0] <= low and high <= _SURROGATES[1]) for low, high in ranges)
+
+
 def _texts(ranges: tuple[tuple[int, int], ...]) -> Ranges:
     """Without half surrogates, which are no text; raises `BadGrammar` if nothing is left."""
     lower = [(low, min(high, _SURROGATES[0] - 1)) for low, high in ranges if low < _SURROGATES[0]]

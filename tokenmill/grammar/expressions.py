@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenmill.grammar.base import BadGrammar
-from tokenmill.grammar.characters import Ranges, is_text
+from tokenmill.grammar.characters import Ranges, has_text, is_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,64 @@ Expression = Characters | Reference | Sequence | Choice | Repetition
 
 
 def sequence(parts: list[Expression]) -> Expression:
-    """The parts, one after the other; what is alone is itself."""
+    """The parts, one after the other; what is alone is itself, and one part without a text leaves none."""
+    if none := next(filter(_has_no_text, parts), None):
+        return none
     return parts[0] if len(parts) == 1 else Sequence(parts)
+
+
+def choice(options: list[Expression]) -> Expression:
+    """One of the options, without those that have no text unless all are such."""
+    possible = [option for option in options if not _has_no_text(option)] or options[:1]
+    return possible[0] if len(possible) == 1 else Choice(possible)
+
+
+def repetition(body: Expression, low: int, high: int | None) -> Expression:
+    """The body from `low` to `high` times, None: without end.
+
+    What may be empty is not repeated without end, for a text would have endless readings then: of such a
+    body its parts are repeated (star normal form; Brüggemann-Klein 1993).
+    """
+    if high == 0 or (low == 0 and _has_no_text(body)):
+        return Sequence([])
+    if (low, high) == (1, 1) or _has_no_text(body):
+        return body
+    if high is None and _may_be_empty(body):
+        parts = list(_repeated_parts(body))
+        return Repetition(choice(parts), 0, None) if parts else Sequence([])
+    return Repetition(body, low, high)
+
+
+def _has_no_text(expression: Expression) -> bool:
+    return isinstance(expression, Characters) and not has_text(expression.ranges)
+
+
+def _may_be_empty(expression: Expression) -> bool:
+    """Without a look into other rules."""
+    match expression:
+        case Sequence(parts):
+            return all(map(_may_be_empty, parts))
+        case Choice(options):
+            return any(map(_may_be_empty, options))
+        case Repetition(body, low):
+            return low == 0 or _may_be_empty(body)
+        case _:
+            return False
+
+
+def _repeated_parts(expression: Expression) -> Iterator[Expression]:
+    """What gives the same texts if one of it comes again and again; none of it may be empty."""
+    match expression:
+        case Choice(parts):
+            for part in parts:
+                yield from _repeated_parts(part)
+        case Sequence(parts) if _may_be_empty(expression):
+            for part in parts:
+                yield from _repeated_parts(part)
+        case Repetition(body, low) if low == 0 or _may_be_empty(body):
+            yield from _repeated_parts(body)
+        case _:
+            yield expression
 
 
 def count(low: int, high: int | None) -> str:

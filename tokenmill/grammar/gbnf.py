@@ -13,7 +13,9 @@ from tokenmill.grammar.expressions import (
     Reference,
     Repetition,
     Sequence,
+    choice,
     no_deeper_than_python,
+    repetition,
     sequence,
 )
 
@@ -99,7 +101,7 @@ class _Reader:
         options = [self._sequence()]
         while self._next("|"):
             options.append(self._sequence())
-        return options[0] if len(options) == 1 else Choice(options)
+        return choice(options)
 
     def _sequence(self) -> Expression:
         """Parts up to `|`, `)`, the next rule or the end."""
@@ -134,7 +136,7 @@ class _Reader:
         for sign, low, high in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
             if self._text.startswith(sign, self._at):
                 self._at += 1
-                return self._repeated(Repetition(part, low, high))
+                return self._repeated(repetition(part, low, high))
         if not self._text.startswith("{", self._at):
             return part
         count = _COUNT.match(self._text, self._at)
@@ -145,7 +147,7 @@ class _Reader:
         high = (int(count[3]) if count[3] else None) if count[2] else low
         if high is not None and high < low:
             raise self._error(f"a repetition counts from {low} to {high}")
-        return self._repeated(Repetition(part, low, high))
+        return self._repeated(repetition(part, low, high))
 
     def _literal(self) -> Expression:
         self._at += 1

@@ -21,7 +21,9 @@ from tokenmill.grammar.expressions import (
     Reference,
     Repetition,
     Sequence,
+    choice,
     count,
+    repetition,
     sequence,
 )
 
@@ -31,11 +33,13 @@ MAX_LENGTH = 8_000_000
 # that is searched for. With either, classes have only what JavaScript puts there, too.
 _PLAIN, _SEARCHED = 1 << 28, 1 << 29
 _BOTH = _PLAIN | _SEARCHED
+_ALPHABETS = re.ASCII | re.UNICODE  # of these flags, one takes the other's place
 _NEWLINE: Ranges = [(10, 10)]
 _LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]  # of JavaScript
 _ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92)]  # control characters, the quote, the backslash
 _QUOTES: Ranges = [(34, 34), (92, 92)]
 _RARE: Ranges = [(0, 7), (11, 11), (14, 31)]  # control characters that JSON has no letter for
+_NOTHING = re.compile("(?!)")
 # What JavaScript calls so.
 _JAVASCRIPT: dict[str, Ranges] = {
     "DIGIT": [(48, 57)],
@@ -135,15 +139,16 @@ def _item(operation: Any, argument: Any, flags: int, *, first: bool, last: bool)
     if operation is _constants.AT:
         return _anchor(argument, flags, first=first, last=last)
     if operation is _constants.BRANCH:
-        return Choice([_sequence(each, flags, first=first, last=last) for each in argument[1]])
+        return choice([_sequence(each, flags, first=first, last=last) for each in argument[1]])
     if operation is _constants.SUBPATTERN:
         _, added, removed, body = argument
-        return _sequence(body, (flags | added) & ~removed, first=first, last=last)
+        kept = flags & ~_ALPHABETS if added & _ALPHABETS else flags
+        return _sequence(body, (kept | added) & ~removed, first=first, last=last)
     if operation in _REPEATS:
         low, high, body = argument
         once = high == 1
         inside = _sequence(body, flags, first=first and once, last=last and once)
-        return Repetition(inside, low, None if high is _ENDLESS else high)
+        return repetition(inside, low, None if high is _ENDLESS else high)
     return _one(operation, tuple(argument) if isinstance(argument, list) else argument, flags)
 
 
@@ -288,6 +293,9 @@ def _with_cases(ranges: Ranges, flags: int) -> Ranges:
 
 
 def _without(ranges: Ranges, flags: int) -> Ranges:
-    """What is not in the ranges; where case does not count, of ASCII only, whose cases are plain."""
-    rest = complement(_with_cases(ranges, flags))
-    return [(low, min(high, 127)) for low, high in rest if low < 128] if flags & re.IGNORECASE else rest
+    """What is not in the ranges; where case does not count, of ASCII only, by Python itself."""
+    if not flags & re.IGNORECASE:
+        return complement(ranges)
+    members = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges)
+    pattern = re.compile(f"[{members}]", flags & (re.IGNORECASE | re.ASCII)) if members else _NOTHING
+    return merge((code, code) for code in range(128) if not pattern.fullmatch(chr(code)))

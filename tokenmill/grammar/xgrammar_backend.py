@@ -23,7 +23,7 @@ from tokenmill.messages import BoolArray, Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
 _FEW = 16
-# All rows of a step wait for the slowest one. Where repetitions can be empty, a matcher's work has no bound.
+# All rows of a step wait for the slowest one. A matcher keeps all ways to read a text, and they can multiply.
 _MOST_SECONDS = 0.3
 _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
@@ -87,7 +87,10 @@ class XgrammarMatcher:
     def _end_if_slow(self, began: float) -> None:
         seconds = time.thread_time() - began
         if seconds > _MOST_SECONDS and not self.error:
-            self.error = f"a token of it takes {seconds:.1f} s, and at most {_MOST_SECONDS:g} s are allowed"
+            self.error = (
+                f"a token of it takes {seconds:.2f} s, and at most {_MOST_SECONDS:g} s are allowed; give a "
+                "text fewer ways to be read, or use grammar_backend='llguidance'"
+            )
             self.is_too_complex = True
 
 
