@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -357,6 +358,28 @@ def test_a_processor_knows_requests_by_the_ids_of_their_results(llm: sgl.Engine)
     unnamed = llm.generate("a", params, custom_logit_processor=note)
     iterated = llm.iter([{"prompt": "a", "rid": "theirs"}], params, custom_logit_processor=note)
     assert seen == {result["meta_info"]["id"] for result in [*named, *unnamed, *iterated]}
+
+
+def test_what_must_not_be_drawn_cannot_be_brought_back(llm: sgl.Engine) -> None:
+    """Neither what a grammar forbids, nor ends of the text that come too early."""
+    end = llm.get_tokenizer().eos_token_id
+
+    def overwrite(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        logits[:] = 0
+        logits[:, end] = 50
+        return logits
+
+    def force(logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        logits[:] = float("-inf")
+        logits[:, end] = 0
+        return logits
+
+    params = [{"regex": "[ab]{9}", "sampling_seed": 1}, {"min_new_tokens": 5}]
+    drawn, long = llm.generate(["x", "y"], params, custom_logit_processor=overwrite)
+    assert re.fullmatch("[ab]{9}", drawn["text"])
+    assert len(long["output_ids"]) == 6
+    for result in llm.generate(["x", "y"], params, custom_logit_processor=force, on_error="return"):
+        assert "a grammar and min_new_tokens leave" in result["error"]["message"]
 
 
 def test_logits_of_another_shape_are_told(llm: sgl.Engine) -> None:

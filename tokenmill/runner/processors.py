@@ -59,7 +59,10 @@ class HostChanges(Changes):
         return logits_QV
 
     def process(self, logits_QV: torch.Tensor) -> torch.Tensor:
-        """As the rows' processors want them; each gets the logits of its rows as float32."""
+        """As the rows' processors want them; each gets the logits of its rows as float32.
+
+        What must not be drawn they cannot bring back.
+        """
         groups: dict[int, list[int]] = defaultdict(list)
         processors: dict[int, Any] = {}
         for row, slot in enumerate(self._slots.tolist()):
@@ -67,11 +70,12 @@ class HostChanges(Changes):
             if extras is not None and extras.processor is not None:
                 groups[id(extras.processor)].append(row)
                 processors[id(extras.processor)] = extras.processor
-        if groups:
-            logits_QV = logits_QV.float()
+        if not groups:
+            return logits_QV
+        logits_QV = logits_QV.float()
         for key, rows in groups.items():
             self._call(processors[key], logits_QV, rows)
-        return logits_QV
+        return self.mask(logits_QV)
 
     def _call(self, processor: Any, logits_QV: torch.Tensor, rows: list[int]) -> None:
         try:

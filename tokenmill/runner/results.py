@@ -24,7 +24,7 @@ _NOT_A_NUMBER = Failure(
 )
 _NOTHING_ALLOWED = Failure(
     "every logit is -inf, so no token can be drawn: the model, a bias or a custom_logit_processor forbids "
-    "them all"
+    "all tokens that a grammar and min_new_tokens leave"
 )
 
 
