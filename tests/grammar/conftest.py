@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tokenmill.config import EngineConfig
-from tokenmill.grammar import Backend
+from tokenmill.grammar import Backend, Template
 from tokenmill.grammar.backends import open_backend
 from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.messages import Grammar, GrammarKind
@@ -34,6 +34,12 @@ def tokenizer() -> Any:
 
 def allowed(row: Any) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def follows(template: Template, output: str) -> bool:
+    """Whether it may be an output."""
+    matcher = template.new()
+    return all(matcher.accept(token) for token in tokenizer().encode(output)) and matcher.is_accepting
 
 
 def draw(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.grammar.conftest import backend, draw, tokenizer
-from tokenmill.grammar import BadGrammar, Template
+from tests.grammar.conftest import backend, draw, follows
+from tokenmill.grammar import BadGrammar
 from tokenmill.grammar.backends import BACKENDS
 from tokenmill.grammar.patterns import translate
 from tokenmill.messages import Grammar
@@ -30,11 +30,6 @@ PATTERNS = st.recursive(
     max_leaves=8,
 )
 TEXTS = ["".join(letters) for length in range(6) for letters in itertools.product("ab", repeat=length)]
-
-
-def follows(template: Template, output: str) -> bool:
-    matcher = template.new()
-    return all(matcher.accept(token) for token in tokenizer().encode(output)) and matcher.is_accepting
 
 
 @given(PATTERNS)

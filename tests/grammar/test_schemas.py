@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import jsonschema
 import pytest
 
+from tests.grammar.conftest import backend, follows
+from tokenmill.grammar import BadGrammar
+from tokenmill.grammar.backends import BACKENDS
 from tokenmill.grammar.schemas import normalize
+from tokenmill.messages import Grammar
 
 pytestmark = pytest.mark.cpu
 
@@ -47,6 +53,13 @@ def test_times_have_a_zone(end: str) -> None:
         assert not pattern.search(text), text
 
 
+def test_times_have_sixty_seconds() -> None:
+    pattern = pattern_of("time")
+    for hour, minute, second in product((0, 9, 23, 24), (0, 59, 60), (0, 59, 60)):
+        text = f"{hour:02}:{minute:02}:{second:02}Z"
+        assert bool(pattern.search(text)) == is_read(datetime.time.fromisoformat, text), text
+
+
 def test_addresses_have_no_leading_zeros() -> None:
     pattern = pattern_of("ipv4")
     for byte in ["", *map(str, range(1001)), *(f"0{number}" for number in range(100))]:
@@ -57,10 +70,11 @@ def test_addresses_have_no_leading_zeros() -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"format": "date"},
-        {"type": "string", "format": "date", "maxLength": 9},
+        {"format": "date"},  # anything but a string goes
+        {"type": "string", "format": "date", "maxLength": 10},
         {"type": "string", "format": "date", "pattern": "^2"},
         {"type": "string", "format": ["date"]},
+        {"type": ["null", "string"], "format": "date", "enum": ["2024-02-29", None]},
         {"properties": {"format": {"const": "date"}}},
     ],
 )
@@ -68,3 +82,42 @@ def test_what_says_more_stays(schema: dict[str, Any]) -> None:
     before = repr(schema)
     normalize(schema)
     assert repr(schema) == before
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"type": "string"},
+        {"type": ["null", "string"]},
+        {"type": ["string", "integer"], "maxLength": 10},
+        {},
+        {"type": "string", "minLength": 5},
+        {"type": "string", "pattern": "^2"},
+        {"type": "string", "pattern": "^2", "allOf": [{"maxLength": 10}]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"enum": ["2024-02-29", "2024-02-30", None, 5]},
+        {"type": "integer"},
+    ],
+    ids=str,
+)
+def test_a_format_holds_with_whatever_stands_beside_it(beside: dict[str, Any]) -> None:
+    schema = {**beside, "format": "date"}
+    template = backend("llguidance").compile(Grammar("json_schema", json.dumps(schema)))
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date"]))
+    for value in ("2024-02-29", "1999-12-31", "2024-02-30", "x", "", None, 5, 5.5, []):
+        assert follows(template, json.dumps(value)) == checker.is_valid(value), value
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_format_of_an_optional_string(name: str) -> None:
+    schema = {"type": ["string", "null"], "format": "byte"}
+    template = backend(name).compile(Grammar("json_schema", json.dumps(schema)))
+    for text, is_right in (('"YQ=="', True), ('"YQ="', False), ("null", True), ("5", False)):
+        assert follows(template, text) == is_right
+
+
+@pytest.mark.parametrize("kind", [5, None, {}, [5]], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_type_that_is_none_is_told(name: str, kind: Any) -> None:
+    with pytest.raises(BadGrammar, match=r"(?i)type"):
+        backend(name).compile(Grammar("json_schema", json.dumps({"type": kind, "format": "date"})))

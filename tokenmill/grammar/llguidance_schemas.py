@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.patterns import translate_searched
-from tokenmill.grammar.schemas import is_number, subschemas
+from tokenmill.grammar.schemas import is_number, subschemas, write_formats_as_patterns
 
 # The library counts through as many remainders, wherever values of `multipleOf` meet.
 _MAX_MULTIPLE = 100_000
@@ -19,10 +19,11 @@ _TOO_WIDE = re.compile(r"\\[WDS]|\[\^")
 
 
 def prepare_schema(schema: Any) -> None:
-    """Make the patterns of a schema, or of a list of them, mean the same to whoever checks the outputs.
+    """Make patterns and formats of a schema, or of a list, mean the same to whoever checks the outputs.
 
     Works in place. Raises `BadGrammar` for what the library would get wrong in it.
     """
+    write_formats_as_patterns(schema)
     for each in subschemas(schema):
         if isinstance(pattern := each.get("pattern"), str):
             each["pattern"] = _portable(pattern)

@@ -20,8 +20,6 @@ _log = logging.getLogger("tokenmill")
 # Keywords whose value maps names of the user to schemas, or holds no schema at all.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples", "required", "type", "discriminator")
-# What says more of a string than its format.
-_BESIDE_FORMAT = {"pattern", "minLength", "maxLength"}
 # RFC 3339, without seconds that are leapt; RFC 2673.
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
@@ -31,8 +29,11 @@ _HOUR, _BELOW_60 = "([01][0-9]|2[0-3])", "[0-5][0-9]"
 _TIME = rf"{_HOUR}:{_BELOW_60}:{_BELOW_60}(\.[0-9]+)?(Z|[+-]{_HOUR}:{_BELOW_60})"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _BASE64 = "([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?"
+# What says more of a string than its format, which not every library takes beside it.
+_BESIDE_FORMAT = {"pattern", "minLength", "maxLength", "const", "enum", "anyOf", "allOf", "$ref"}
 _PATTERNS = {
     "date": _DATE,
+    "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
     # Of OpenAPI and pydantic; RFC 4648.
@@ -84,15 +85,26 @@ def normalize(schema: Any) -> None:
 
 
 def _write_format(schema: dict[str, Any], name: str) -> None:
-    kind = schema.get("type")
-    if name in _PATTERNS and kind == "string" and not schema.keys() & _BESIDE_FORMAT:
-        del schema["format"]
-        schema["pattern"] = f"^{_PATTERNS[name]}$"
-    elif isinstance(kind, str) and kind != "string":
+    types = schema.get("type", "string")
+    if "string" not in (types if isinstance(types, list) else [types]):
         del schema["format"]  # it is about strings
-    elif name not in _FORMATS:
+    elif name not in _FORMATS and name not in _PATTERNS:
         del schema["format"]
         _tell_once(name)
+    elif name in _PATTERNS and "type" in schema and not schema.keys() & _BESIDE_FORMAT:
+        del schema["format"]
+        schema["pattern"] = f"^{_PATTERNS[name]}$"
+
+
+def write_formats_as_patterns(schema: Any) -> None:
+    """Do so, in place, with whatever stands beside them, for a library that follows patterns everywhere."""
+    for each in list(subschemas(schema)):
+        name, parts = each.get("format"), each.get("allOf", [])
+        if not isinstance(name, str) or name not in _PATTERNS or not isinstance(parts, list):
+            continue
+        del each["format"]
+        pattern = {"pattern": f"^{_PATTERNS[name]}$"}
+        each.update({"allOf": [*parts, pattern]} if "pattern" in each else pattern)
 
 
 @cache
