@@ -12,8 +12,9 @@ from typing import Any, Literal
 import jsonschema
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from referencing.exceptions import Unresolvable
 
 from tests.grammar.conftest import backend
 from tokenmill.grammar import BadGrammar
@@ -30,6 +31,12 @@ NAMES: list[Any] = [
     {"$ref": "#/$defs/one"},
     {"enum": []},
     {"enum": ["a", 1]},
+    {"enum": ["b", "a"], "default": "b"},
+    True,
+    {},
+    {"type": "string", "title": "Key"},
+    {"type": ["string", "null"]},
+    False,
     {"minLength": 1, "enum": ["a"]},
     {"type": "integer", "enum": ["a"]},
     {"maxLength": 1},
@@ -40,6 +47,8 @@ OTHERS: list[Any] = [
     {"type": "integer"},
     {"$ref": "#/$defs/two"},
     {"propertyNames": {"const": "x"}},
+    {"$ref": "#/propertyNames"},
+    {"$ref": "#/properties/d"},
 ]
 schemas = st.builds(
     lambda names, others, properties, required: {
@@ -57,6 +66,7 @@ schemas = st.builds(
             {},
             {"properties": {"a": {"type": "boolean"}, "d": {}}},
             {"properties": {"a": False}},
+            {"properties": {"a": {"$ref": "#/additionalProperties"}, "d": {"maxLength": 3}}},
             {"patternProperties": {"^a": {"type": "string"}}},
         ]
     ),
@@ -72,11 +82,14 @@ OBJECTS: list[Any] = [
 
 @given(schemas)
 def test_what_is_rewritten_means_the_same(schema: dict[str, Any]) -> None:
+    values = [*OBJECTS, 3]
+    try:
+        expected = list(map(jsonschema.Draft202012Validator(schema).is_valid, values))
+    except Unresolvable:
+        assume(False)
     written = copy.deepcopy(schema)
     normalize(written)
-    before, after = (jsonschema.Draft202012Validator(each) for each in (schema, written))
-    for value in (*OBJECTS, 3):
-        assert before.is_valid(value) == after.is_valid(value), (value, written)
+    assert list(map(jsonschema.Draft202012Validator(written).is_valid, values)) == expected, written
 
 
 class Colour(enum.Enum):

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from tokenmill.grammar.references import define, has_definitions, resolve
+from tokenmill.grammar.references import NOTES, define, has_definitions, resolve
 
 _VALUES = ("enum", "const")
+# Where a reference may lead to what is moved.
+_MOVED = ("/propertyNames", "/additionalProperties", "/properties/")
 
 
-def write_as_properties(schemas: Iterable[dict[str, Any]], root: Any) -> None:
+def write_as_properties(schemas: list[dict[str, Any]], root: Any) -> None:
     """Turn `propertyNames` of schemas within `root`, in place, into `properties` without others beside them.
 
-    Only where the names are texts that are listed, and none has a pattern.
+    Only where the names are texts that are listed, and none has a pattern; where they may be any text, the
+    keyword is taken away. Nothing is changed if a reference may lead to what would be moved.
     """
-    if not has_definitions(root):
+    if not has_definitions(root) or any(_leads_to_moved(schema.get("$ref")) for schema in schemas):
         return
     for schema in schemas:
+        if _is_open(schema.get("propertyNames")):
+            del schema["propertyNames"]
         names = _listed(resolve(schema.get("propertyNames"), root))
         properties = schema.get("properties", {})
         if names is not None and isinstance(properties, dict) and "patternProperties" not in schema:
@@ -28,11 +32,22 @@ def write_as_properties(schemas: Iterable[dict[str, Any]], root: Any) -> None:
             schema["additionalProperties"] = False
 
 
+def _leads_to_moved(reference: Any) -> bool:
+    return isinstance(reference, str) and any(step in reference for step in _MOVED)
+
+
+def _is_open(names: Any) -> bool:
+    """Whether a schema allows any text."""
+    if not isinstance(names, dict):
+        return names is True
+    return names.get("type", "string") == "string" and not names.keys() - NOTES - {"type"}
+
+
 def _listed(names: Any) -> list[str] | None:
     """The texts that a schema lists; None if it says anything else."""
     if not isinstance(names, dict) or len([key for key in _VALUES if key in names]) != 1:
         return None
-    if names.keys() - {*_VALUES, "type", "title", "description"} or names.get("type", "string") != "string":
+    if names.keys() - NOTES - {*_VALUES, "type"} or names.get("type", "string") != "string":
         return None
     values = [names["const"]] if "const" in names else names["enum"]
     return values if isinstance(values, list) and all(isinstance(each, str) for each in values) else None

@@ -6,7 +6,7 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
-_NOTES = {"title", "description", "default"}
+NOTES = {"title", "description", "default"}  # keywords that say nothing about a value
 _MAX_REFERENCES = 16
 
 
@@ -18,7 +18,7 @@ def has_definitions(root: Any) -> bool:
 def resolve(schema: Any, root: Any) -> Any:
     """What a schema that is nothing but a reference refers to; others as they are."""
     for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - _NOTES != {"$ref"}:
+        if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - NOTES != {"$ref"}:
             return schema
         schema = _find(schema["$ref"], root)
     return None
