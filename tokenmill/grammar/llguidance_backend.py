@@ -22,7 +22,7 @@ from tokenmill.grammar.lark import lark_of
 from tokenmill.grammar.llguidance_schemas import prepare_schema
 from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate
-from tokenmill.grammar.schemas import read_schema
+from tokenmill.grammar.schemas import names_control_characters, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.unions import OVERLAP
 from tokenmill.grammar.vocabulary import read_vocabulary
@@ -38,9 +38,7 @@ _MAX_ITEMS_IN_ROW = 50_000  # objects with thousands of properties that may be l
 _LIMITS = re.compile("too many (states|expressions)|items; max is|Too many items|fuel exhausted|TooComplex")
 # The first of them; what it does not know, xgrammar does not know either.
 _UNKNOWN_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
-# Letters behind a backslash in JSON, and what may ask for a control character that none of them stands for.
-_ESCAPES = 'nrbtf\\"'
-_CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[uxc]")
+_ESCAPES = 'nrbtf\\"'  # letters behind a backslash in JSON
 # Matchers of one grammar share what they know of it behind a lock. Threads wait for each other there, unless
 # a mask takes longer than this, or there are several locks.
 _SLOW_SECONDS = 2e-4
@@ -300,7 +298,7 @@ def _json_options(config: EngineConfig) -> JsonCompileOptions:
 def _options_for(schema: Any, options: JsonCompileOptions) -> JsonCompileOptions:
     """Without escapes of code points: the library takes a name that is spelled so for another one than its
     plain spelling. Only control characters have no other way to be written."""
-    return options if _CONTROL.search(json.dumps(schema)) else {**options, "json_allowed_escapes": _ESCAPES}
+    return options if names_control_characters(schema) else {**options, "json_allowed_escapes": _ESCAPES}
 
 
 def _with_options(schema: Any, options: JsonCompileOptions) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -50,6 +51,8 @@ _FORMATS = frozenset(
         *("relative-json-pointer", "regex"),
     ]
 )
+# What may ask for a control character that no letter behind a backslash stands for.
+_CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[uxc]")
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
 
 
@@ -121,6 +124,11 @@ def _whole_number(digits: str) -> int:
             "a smaller one"
         )
     return number
+
+
+def names_control_characters(schema: Any) -> bool:
+    """Whether outputs of a schema may need escapes of code points: other characters need none."""
+    return _CONTROL.search(json.dumps(schema)) is not None
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xgrammar
 
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar, Matcher
 from tokenmill.grammar.ebnf import ebnf_of, ebnf_of_pattern
-from tokenmill.grammar.schemas import normalize, read_json, read_schema
+from tokenmill.grammar.schemas import names_control_characters, normalize, read_json, read_schema
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.vocabulary import load_tokenizer
 from tokenmill.grammar.xgrammar_schemas import prepare_schema
+from tokenmill.grammar.xgrammar_tokens import KnownTokens, known_ids
 from tokenmill.messages import BoolArray, Grammar, IntArray
 
 # Fewer matchers than this are done before other threads have woken up.
@@ -29,14 +29,6 @@ _COMPILE_THREADS = 2
 _CACHE_BYTES = 256 * 2**20
 # Time and place in the library's source, which its messages begin with.
 _ORIGIN = re.compile(r"\[[\d:]+\] \S+:\d+: ")
-_CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
-# Bytes that no character has, which the library allows in JSON strings: halves of surrogate pairs, too long
-# forms, and what lies beyond the last character. The first byte decides what the second may be.
-_SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
-_NO_TEXT = re.compile(
-    b"".join(b"%c(?![%c-%c])[\x80-\xbf]|" % (byte, *ends) for byte, ends in _SECOND_BYTES.items())
-    + rb"[\xc0\xc1\xf5-\xff]"
-)
 
 
 class XgrammarMatcher:
@@ -45,7 +37,7 @@ class XgrammarMatcher:
     def __init__(self, matcher: Any, known: KnownTokens) -> None:
         self.inner = matcher
         self._known = known
-        self._last_bytes: list[int] = []  # of the tokens so far
+        self._end = 0  # of the tokens so far, see `KnownTokens`
         self.error = ""
         self.is_too_complex = False
 
@@ -68,15 +60,16 @@ class XgrammarMatcher:
     @property
     def known(self) -> IntArray:
         """The tokens that are text behind those so far; what the library allows beyond them is an error."""
-        return self._known.after(self._last_bytes[-1] if self._last_bytes else 0)
+        return self._known.after(self._end)
 
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
         began = time.thread_time()
-        is_allowed = bool(self.inner.accept_token(token))
+        word, bit = divmod(token, 32)
+        is_allowed = bool(self.known[word] >> bit & 1) and bool(self.inner.accept_token(token))
         self._end_if_slow(began)
         if is_allowed:
-            self._last_bytes.append(self._known.last_byte(token))
+            self._end = self._known.end_after(self._end, token)
         elif not self.error:
             # It is drawn under the library's own mask.
             self.error = (
@@ -92,44 +85,6 @@ class XgrammarMatcher:
                 "text fewer ways to be read, or use grammar_backend='llguidance'"
             )
             self.is_too_complex = True
-
-
-class KnownTokens:
-    """Masks, int32 [words], of the ids that are text, by the byte that stands before them."""
-
-    def __init__(
-        self, last: npt.NDArray[np.uint8], anywhere: IntArray, after: Mapping[int, IntArray]
-    ) -> None:
-        """By id the byte that its text ends with; the ids that are text, and those behind certain bytes."""
-        self._last = last
-        self._anywhere = anywhere
-        self._after = after
-
-    @classmethod
-    def of(cls, texts: list[bytes], known: IntArray) -> KnownTokens:
-        """`texts` by id; ids that are not in the mask `known` are allowed nowhere."""
-        first, last = np.zeros((2, 32 * len(known)), dtype=np.uint8)
-        first[: len(texts)] = [text[0] if text else 0 for text in texts]
-        last[: len(texts)] = [text[-1] if text else 0 for text in texts]
-        anywhere = known & ~_mask_of(_NO_TEXT, texts, len(known))
-        after = {
-            byte: anywhere & _packed((low <= first) & (first <= high))
-            for byte, (low, high) in _SECOND_BYTES.items()
-        }
-        return cls(last, anywhere, after)
-
-    def without(self, mask: IntArray) -> KnownTokens:
-        """The same but for the ids of a mask."""
-        after = {byte: ids & ~mask for byte, ids in self._after.items()}
-        return KnownTokens(self._last, self._anywhere & ~mask, after)
-
-    def after(self, byte: int) -> IntArray:
-        """The ids that may follow a token that ends with this byte."""
-        return self._after.get(byte, self._anywhere)
-
-    def last_byte(self, token: int) -> int:
-        """What a token ends with."""
-        return int(self._last[token])
 
 
 class XgrammarTemplate:
@@ -207,26 +162,32 @@ class XgrammarBackend:
         self.filler = xgrammar.BatchGrammarMatcher()
         self.was_slow = False  # the last masks
         texts: list[bytes] = vocabulary.decoded_vocab
-        self._texts = KnownTokens.of(texts, _text_tokens(tokenizer, self.num_words))
-        # JSON has no place for control characters other than line ends, yet the library allows them in
-        # strings whose length is limited.
-        self._plain_texts = self._texts.without(_mask_of(_CONTROLS, texts, self.num_words))
+        self._texts = KnownTokens.of(texts, known_ids(tokenizer, self.num_words))
+        self._json_texts = [self._texts.of_json(has_code_points=has_them) for has_them in (False, True)]
         self._any_whitespace = not config.constrained_json_disable_any_whitespace
 
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
         """See `Backend`."""
-        has_json = grammar.kind in ("json_schema", "structural_tag")
         try:
             compiled = self._compiled(grammar)
         except RuntimeError as error:
             raise BadGrammar(_message(error)) from None
-        template = XgrammarTemplate(compiled, self._plain_texts if has_json else self._texts)
+        template = XgrammarTemplate(compiled, self._known_for(grammar))
         matcher = template.new()
         first: IntArray = np.zeros(self.num_words, dtype=np.int32)
         matcher.fill_mask(first)
         if matcher.error or not (first.any() or matcher.is_accepting):
             raise BadGrammar(matcher.error or "no output can follow it")
         return template
+
+    def _known_for(self, grammar: Grammar) -> KnownTokens:
+        match grammar.kind:
+            case "json_schema":
+                return self._json_texts[names_control_characters(json.loads(grammar.text))]
+            case "structural_tag":  # beside the JSON there is free text
+                return self._json_texts[True]
+            case _:
+                return self._texts
 
     def batch(self, matchers: Sequence[Matcher]) -> XgrammarBatch:
         """See `Backend`."""
@@ -262,25 +223,6 @@ class XgrammarBackend:
 
 def _message(error: RuntimeError) -> str:
     return _ORIGIN.sub("", str(error), count=1).strip()[:500]
-
-
-def _text_tokens(tokenizer: Any, num_words: int) -> IntArray:
-    """A mask of the ids that are text; the library allows special ones, and ids beyond the tokenizer's."""
-    bits = np.zeros(32 * num_words, dtype=np.bool_)
-    bits[list(tokenizer.get_vocab().values())] = True
-    bits[[index for index, token in tokenizer.added_tokens_decoder.items() if token.special]] = False
-    return _packed(bits)
-
-
-def _mask_of(pattern: re.Pattern[bytes], texts: list[bytes], num_words: int) -> IntArray:
-    """A mask of the ids in whose text the pattern is found."""
-    bits = np.zeros(32 * num_words, dtype=np.bool_)
-    bits[[index for index, text in enumerate(texts) if pattern.search(text)]] = True
-    return _packed(bits)
-
-
-def _packed(bits: BoolArray) -> IntArray:
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _new_form(text: str) -> Any:

@@ -88,6 +88,8 @@ def prepare_schema(schema: Any) -> None:
             raise _refusal(problem)
         if isinstance(pattern := each.get("pattern"), str):
             each["pattern"] = _plain(pattern)
+        if each.keys() & {"minItems", "maxItems"} and not each.keys() & {"items", "prefixItems"}:
+            each["items"] = {}  # the library allows none of what is not named
 
 
 def _refusal(problem: str) -> BadGrammar:
