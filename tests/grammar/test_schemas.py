@@ -121,3 +121,19 @@ def test_a_format_of_an_optional_string(name: str) -> None:
 def test_a_type_that_is_none_is_told(name: str, kind: Any) -> None:
     with pytest.raises(BadGrammar, match=r"(?i)type"):
         backend(name).compile(Grammar("json_schema", json.dumps({"type": kind, "format": "date"})))
+
+
+def test_keywords_that_json_schema_does_not_define_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    names = {"maxlength": {"type": "string", "minLenght": 2, "x-order": 1, "default": 5}}
+    schema = {"type": "object", "properties": names, "nullable-1": True, "components": {"a": {}}}
+    for _ in range(2):
+        normalize(schema)
+        normalize({f"a{index}": None for index in range(1_000)})
+    told = [
+        record.getMessage().removesuffix(": JSON Schema defines none of this name")
+        for record in caplog.records
+    ]
+    assert told == [
+        f"the keyword {name!r} of a JSON schema is a note"
+        for name in ("nullable-1", "minLenght", "a0", "a1", "a2", "a3", "a4")
+    ]

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
@@ -51,8 +52,24 @@ _FORMATS = frozenset(
         *("relative-json-pointer", "regex"),
     ]
 )
+# Of all drafts, with OpenAPI's.
+_KEYWORDS = frozenset(
+    [
+        *("$schema", "$id", "id", "$anchor", "$ref", "$defs", "definitions", "$comment", "$vocabulary"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "type", "enum", "const"),
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "discriminator", "externalDocs", "xml"),
+        *("properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
+        *("minProperties", "maxProperties", "dependencies", "dependentSchemas", "dependentRequired"),
+        *("items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "minItems"),
+        *("maxItems", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "minLength", "maxLength"),
+        *("pattern", "format", "contentEncoding", "contentMediaType", "contentSchema", "multipleOf"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    ]
+)
 # What may ask for a control character that no letter behind a backslash stands for.
 _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[uxc]")
+_MOST_TOLD = 5  # unknown keywords of a schema
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
 
 
@@ -86,6 +103,17 @@ def normalize(schema: Any) -> None:
         if isinstance(each.get("format"), str):
             _write_format(each, each["format"])
 
+    for key in islice(_unknown_keywords(schema), _MOST_TOLD):
+        _tell_once("keyword", key)
+
+
+def _unknown_keywords(schema: Any) -> Iterator[str]:
+    """Mistakes, mostly; what holds schemas may be there for references, and x- begins notes of OpenAPI."""
+    for each in subschemas(schema):
+        for key, value in each.items():
+            if key not in _KEYWORDS and not isinstance(value, dict | list) and not key.startswith("x-"):
+                yield key
+
 
 def _write_format(schema: dict[str, Any], name: str) -> None:
     types = schema.get("type", "string")
@@ -93,7 +121,7 @@ def _write_format(schema: dict[str, Any], name: str) -> None:
         del schema["format"]  # it is about strings
     elif name not in _FORMATS and name not in _PATTERNS:
         del schema["format"]
-        _tell_once(name)
+        _tell_once("format", name)
     elif name in _PATTERNS and "type" in schema and not schema.keys() & _BESIDE_FORMAT:
         del schema["format"]
         schema["pattern"] = f"^{_PATTERNS[name]}$"
@@ -111,8 +139,9 @@ def write_formats_as_patterns(schema: Any) -> None:
 
 
 @cache
-def _tell_once(name: str) -> None:
-    _log.warning("the format %r of a JSON schema is a note: JSON Schema defines none of this name", name)
+def _tell_once(kind: str, name: str) -> None:
+    message = "the %s %.40r of a JSON schema is a note: JSON Schema defines none of this name"
+    _log.warning(message, kind, name)
 
 
 def _whole_number(digits: str) -> int:
