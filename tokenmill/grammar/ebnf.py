@@ -5,17 +5,30 @@ Patterns are written this way, too: the library takes far longer over its own re
 
 from __future__ import annotations
 
+from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.characters import Ranges, wide_class
 from tokenmill.grammar.expressions import Expression, RuleWriter, no_deeper_than_python
 from tokenmill.grammar.gbnf import read_rules
 from tokenmill.grammar.patterns import check_length, read_pattern
+from tokenmill.grammar.recursion import find_cycle
 
 _ONE_BYTE = 0x100
+_MOST_NAMED = 6
 
 
 def ebnf_of(text: str) -> str:
-    """A grammar in GBNF, rewritten. Raises `BadGrammar` with the line of a mistake."""
-    return _written(read_rules(text))
+    """A grammar in GBNF, rewritten. Raises `BadGrammar` with the line of a mistake, and for endless readings:
+    of such a grammar the library loses tokens, or it ends the process."""
+    rules = read_rules(text)
+    with no_deeper_than_python():
+        cycle = find_cycle(rules)
+    if cycle:
+        raise BadGrammar(
+            f"rule {cycle[0]!r} can stand for itself with nothing beside it"
+            + (f" (by {', '.join(map(repr, cycle[1:_MOST_NAMED]))})" if len(cycle) > 1 else "")
+            + ", which xgrammar cannot follow; rewrite it, or use grammar_backend='llguidance'"
+        )
+    return _written(rules)
 
 
 def ebnf_of_pattern(pattern: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,6 +48,7 @@ class Repetition:
 
 
 Expression = Characters | Reference | Sequence | Choice | Repetition
+NOTHING = Characters([])  # no text matches it
 
 
 def sequence(parts: list[Expression]) -> Expression:
@@ -73,7 +74,7 @@ def repetition(body: Expression, low: int, high: int | None) -> Expression:
         return Sequence([])
     if (low, high) == (1, 1) or _has_no_text(body):
         return body
-    if high is None and _may_be_empty(body):
+    if high is None and may_be_empty(body):
         parts = list(_repeated_parts(body))
         return Repetition(choice(parts), 0, None) if parts else Sequence([])
     return Repetition(body, low, high)
@@ -83,17 +84,47 @@ def _has_no_text(expression: Expression) -> bool:
     return isinstance(expression, Characters) and not has_text(expression.ranges)
 
 
-def _may_be_empty(expression: Expression) -> bool:
-    """Without a look into other rules."""
+def may_be_empty(expression: Expression, empty: Set[str] = frozenset()) -> bool:
+    """Whether a text of it can have no character; `empty` names the rules that are known to be such."""
     match expression:
-        case Sequence(parts):
-            return all(map(_may_be_empty, parts))
-        case Choice(options):
-            return any(map(_may_be_empty, options))
-        case Repetition(body, low):
-            return low == 0 or _may_be_empty(body)
-        case _:
+        case Characters():
             return False
+        case Reference(name):
+            return name in empty
+        case Sequence(parts):
+            return all(may_be_empty(part, empty) for part in parts)
+        case Choice(options):
+            return any(may_be_empty(option, empty) for option in options)
+        case Repetition(body, low):
+            return low == 0 or may_be_empty(body, empty)
+
+
+def has_end(expression: Expression, ended: Set[str]) -> bool:
+    """Whether any text is all of it; `ended` names the rules of which some are."""
+    match expression:
+        case Characters(ranges):
+            return has_text(ranges)
+        case Reference(name):
+            return name in ended
+        case Sequence(parts):
+            return all(has_end(part, ended) for part in parts)
+        case Choice(options):
+            return any(has_end(option, ended) for option in options)
+        case Repetition(body, low):
+            return low == 0 or has_end(body, ended)
+
+
+def references(expression: Expression) -> set[str]:
+    """The names of the rules that it uses."""
+    match expression:
+        case Reference(name):
+            return {name}
+        case Sequence(parts) | Choice(parts):
+            return {name for part in parts for name in references(part)}
+        case Repetition(body):
+            return references(body)
+        case Characters():
+            return set()
 
 
 def _repeated_parts(expression: Expression) -> Iterator[Expression]:
@@ -102,10 +133,10 @@ def _repeated_parts(expression: Expression) -> Iterator[Expression]:
         case Choice(parts):
             for part in parts:
                 yield from _repeated_parts(part)
-        case Sequence(parts) if _may_be_empty(expression):
+        case Sequence(parts) if may_be_empty(expression):
             for part in parts:
                 yield from _repeated_parts(part)
-        case Repetition(body, low) if low == 0 or _may_be_empty(body):
+        case Repetition(body, low) if low == 0 or may_be_empty(body):
             yield from _repeated_parts(body)
         case _:
             yield expression

@@ -15,9 +15,11 @@ from tokenmill.grammar.expressions import (
     Sequence,
     choice,
     no_deeper_than_python,
+    references,
     repetition,
     sequence,
 )
+from tokenmill.grammar.recursion import useful
 
 # Characters and references of all rules, with counted repetitions written out.
 _MAX_SIZE = 20_000
@@ -33,18 +35,21 @@ _ESCAPED_AS_ITSELF = set("\"'\\[]-^/?.*+(){}|$")
 
 
 def read_rules(text: str) -> dict[str, Expression]:
-    """The rules by name, `root` among them. Raises `BadGrammar` with the line of a mistake."""
+    """The rules by name that `root` needs, and itself. Raises `BadGrammar` with the line of a mistake."""
     with no_deeper_than_python():
         rules = _Reader(text).rules()
         _check_references(rules)
-        return rules
+        rules = useful(rules)
+    if not rules:
+        raise BadGrammar("no output can follow it: what `root` stands for has no end")
+    return rules
 
 
 def _check_references(rules: dict[str, Expression]) -> None:
     if "root" not in rules:
         raise BadGrammar("it has no rule `root`")
     for name, rule in rules.items():
-        for used in _references(rule):
+        for used in references(rule):
             if used not in rules:
                 raise BadGrammar(f"rule {name!r} uses {used!r}, which no rule defines")
 
@@ -57,18 +62,6 @@ def _size(expression: Expression) -> int:
             return max(1, low, high or 0) * _size(body)
         case _:
             return 1
-
-
-def _references(expression: Expression) -> set[str]:
-    match expression:
-        case Reference(name):
-            return {name}
-        case Sequence(parts) | Choice(parts):
-            return {name for part in parts for name in _references(part)}
-        case Repetition(body):
-            return _references(body)
-        case Characters():
-            return set()
 
 
 class _Reader:

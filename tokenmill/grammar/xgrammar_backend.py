@@ -215,9 +215,11 @@ class XgrammarBackend:
         )
 
     def _tag(self, document: Any) -> Any:
-        for schema in _schemas_of(document):
-            normalize(schema)
-            prepare_schema(schema)
+        for part in list(_objects(document)):
+            if "json_schema" in part:
+                normalize(part["json_schema"])
+                prepare_schema(part["json_schema"])
+            _write_as_rules(part)
         return self._compiler.compile_structural_tag(json.dumps(document))
 
 
@@ -246,10 +248,18 @@ def _new_form(text: str) -> Any:
     return {"type": "structural_tag", "format": form}
 
 
-def _schemas_of(document: Any) -> Iterator[Any]:
-    """The JSON schemas within a tag."""
-    if isinstance(document, dict) and "json_schema" in document:
-        yield document["json_schema"]
-    elif isinstance(document, dict | list):
+def _objects(document: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a tag that may say what is to come; schemas within it are no such parts."""
+    if isinstance(document, dict):
+        yield document
+    if isinstance(document, dict | list) and "json_schema" not in document:
         for part in document.values() if isinstance(document, dict) else document:
-            yield from _schemas_of(part)
+            yield from _objects(part)
+
+
+def _write_as_rules(part: dict[str, Any]) -> None:
+    """Patterns and grammars of a tag, in place."""
+    if part.get("type") == "regex" and isinstance(part.get("pattern"), str):
+        part.update({"type": "grammar", "grammar": ebnf_of_pattern(part.pop("pattern"))})
+    elif part.get("type") == "grammar" and isinstance(part.get("grammar"), str):
+        part["grammar"] = ebnf_of(part["grammar"])
