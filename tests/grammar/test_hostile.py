@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.grammar.conftest import VOCABULARY, allowed, backend, tokenizer
-from tokenmill.grammar import BadGrammar
+from tokenmill.grammar import BadGrammar, Compiler
 from tokenmill.grammar.backends import BACKENDS
 from tokenmill.grammar.ebnf import ebnf_of_pattern
 from tokenmill.grammar.lark import lark_of
 from tokenmill.grammar.patterns import MAX_LENGTH, translate
+from tokenmill.grammar.schemas import normalize
 from tokenmill.messages import Grammar, GrammarKind
 
 pytestmark = pytest.mark.cpu
@@ -44,6 +47,47 @@ def test_a_missing_rule_among_many_is_named() -> None:
     rules = "\n".join(f'a{index} ::= "x" a{index + 1}' for index in range(4_000))
     with pytest.raises(BadGrammar, match="'a3999' uses 'a4000'"):
         lark_of(f"root ::= a0\n{rules}")
+
+
+def chain(count: int) -> str:
+    """A schema whose definitions are lists of the next one each; two levels each."""
+    definitions: dict[str, Any] = {
+        f"d{index}": {"type": "array", "items": {"$ref": f"#/$defs/d{index + 1}"}} for index in range(count)
+    }
+    definitions[f"d{count}"] = {"type": "null"}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+@each_backend
+def test_chains_of_definitions_have_room(name: str) -> None:
+    """Libraries follow them by recursion, which ended the process."""
+    compiler = Compiler(lambda: backend(name))
+    try:
+        template = compiler.compile(Grammar("json_schema", chain(2_400))).result()
+        template.expect(100)
+        for matcher in (template.new(), template.new()):
+            assert all(matcher.accept(token) for token in tokenizer().encode("[[[[[]"))
+        with pytest.raises(BadGrammar, match=r"lead through up to 16,00\d levels, the limit is 5,000"):
+            compiler.compile(Grammar("json_schema", chain(8_000))).result()
+    finally:
+        compiler.close()
+
+
+def test_references_that_are_not_found_count_as_the_whole_schema() -> None:
+    deep: Any = {}
+    for _ in range(50):
+        deep = {"items": deep}
+    schema = {"$defs": {"deep": deep}, "anyOf": [{"$ref": f"other#{index}"} for index in range(100)]}
+    with pytest.raises(BadGrammar, match=r"up to 5,\d\d\d levels"):
+        normalize(schema)
+    schema["anyOf"] = [{"$ref": f"#/anyOf/{index}"} for index in range(100)]
+    normalize(schema)
+
+
+@pytest.mark.parametrize("write", [translate, ebnf_of_pattern])
+def test_patterns_nested_too_deeply_say_so(write: Callable[[str], str]) -> None:
+    with pytest.raises(BadGrammar, match="nested too deeply"):
+        write("(" * 300 + "a" + "b)*" * 300)
 
 
 def token_bytes() -> list[bytes]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 
 from tokenmill.grammar.base import Backend, BadGrammar, Template
+from tokenmill.grammar.stacks import deep_stacks
 from tokenmill.grammar.time_limits import TimeLimits
 from tokenmill.messages import Grammar
 
@@ -100,7 +101,8 @@ class Compiler:
             self._jobs.put(_Job(None, -1))
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
+        with deep_stacks():
+            threading.Thread(target=self._work, name="tokenmill-grammar", daemon=True).start()
 
     def _work(self) -> None:
         while (grammar := (job := self._jobs.get()).grammar) is not None:

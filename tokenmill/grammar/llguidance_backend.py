@@ -23,6 +23,7 @@ from tokenmill.grammar.llguidance_schemas import prepare_schema
 from tokenmill.grammar.llguidance_vocabulary import rename_added_tokens
 from tokenmill.grammar.patterns import translate
 from tokenmill.grammar.schemas import names_control_characters, read_schema
+from tokenmill.grammar.stacks import deep_stacks, run_deep
 from tokenmill.grammar.tags import MAX_WHITESPACE, read_tags
 from tokenmill.grammar.unions import OVERLAP
 from tokenmill.grammar.vocabulary import read_vocabulary
@@ -143,7 +144,7 @@ class LlguidanceTemplate:
             if current is not broken.shared and not current.is_used_up:
                 return LlguidanceMatcher(current, broken.place)
         with contextlib.suppress(Exception):
-            first = self._again()
+            first = run_deep(self._again)
             if not first.is_error():
                 return self._first_of(_Shared(first), broken.place)
         return None
@@ -170,7 +171,9 @@ class LlguidanceTemplate:
     def _copy(self) -> None:
         """Side by side, for the library needs no interpreter for most of it; one that fails leaves none."""
         with contextlib.suppress(Exception), ThreadPoolExecutor(self._num_copies - 1) as threads:
-            self._copies += list(threads.map(lambda _: _Shared(self._again()), range(1, self._num_copies)))
+            with deep_stacks():
+                copies = threads.map(lambda _: _Shared(self._again()), range(1, self._num_copies))
+            self._copies += list(copies)
 
 
 class LlguidanceBatch:

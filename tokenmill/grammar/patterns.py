@@ -23,6 +23,7 @@ from tokenmill.grammar.expressions import (
     Sequence,
     choice,
     count,
+    no_deeper_than_python,
     repetition,
     sequence,
 )
@@ -70,7 +71,8 @@ def read_pattern(pattern: str) -> Expression:
 
 def translate(pattern: str) -> str:
     """The same as a pattern of few signs, which all libraries read alike."""
-    return _written(read_pattern(pattern))
+    with no_deeper_than_python():
+        return _written(read_pattern(pattern))
 
 
 def translate_searched(pattern: str) -> str:

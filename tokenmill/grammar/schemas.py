@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.property_names import write_as_properties
+from tokenmill.grammar.references import check_levels
 from tokenmill.grammar.unions import write_as_any
 
 _log = logging.getLogger("tokenmill")
@@ -88,13 +89,15 @@ def read_json(text: str) -> Any:
 
 
 def normalize(schema: Any) -> None:
-    """Change a schema, in place, into one that means the same to more libraries.
+    """Change a schema, in place, into one that means the same to more libraries. May raise `BadGrammar`.
 
     What allows everything is taken away: it is refused where the keyword is not known. Formats that the
     libraries take too widely, days that no month has and numbers with zeros in front, become patterns,
     unions whose members exclude each other become ones that more libraries know, and names that are an
     enumeration become properties.
     """
+    references = (each.get("$ref") for each in subschemas(schema))
+    check_levels(schema, {each for each in references if isinstance(each, str)})
     write_as_any(subschemas(schema), schema)
     write_as_properties(list(subschemas(schema)), schema)
     for each in list(subschemas(schema)):
