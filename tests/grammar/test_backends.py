@@ -456,6 +456,12 @@ def test_token_that_does_not_follow(name: str) -> None:
         ("regex", r"\w?.\W+[漢字]{0,1}\d"),
         ("regex", r"[a-z]+\W[Ā-ř]\d"),
         ("regex", r"a\W[K-İ]"),
+        ("regex", "[^a]{129}"),
+        ("regex", r"\s{0,200}x"),
+        ("regex", "([漢-龍]|[一-丁]){0,200}"),
+        ("regex", "x?[Ā-ř]{130,}"),
+        ("json_schema", '{"type":"string","pattern":"^[^a]{0,200}$"}'),
+        ("json_schema", '{"type":"string","maxLength":200}'),
         ("ebnf", 'root ::= [a-z ]+ [Ā-ř] "."'),
         ("ebnf", 'root ::= "(" root* ")" | [a-z]'),
         ("ebnf", 'root ::= "a" | "ab" root | root [ab]'),
@@ -563,6 +569,10 @@ BAD_SCHEMAS: list[tuple[str, str]] = [
     ('{"exclusiveMinimum":2,"exclusiveMaximum":2.25}', "exclusiveMinimum=2 .*exclusiveMaximum=2.25"),
     ('{"type":"number","minimum":-1.5,"exclusiveMaximum":-1}', "exclusiveMaximum=-1 .*minimum=-1.5"),
     ('{"minimum":-0.5,"allOf":[{"exclusiveMaximum":0.0}]}', "exclusiveMaximum=0.0 .*minimum=-0.5"),
+    # It would end the process.
+    ('{"const":-9223372036854775807}', r"'const' has the number -9223372036854775807, .* above -2\^63"),
+    ('{"type":"integer","enum":[5,{"a":[-1e19]}]}', "'enum' has the number -1e"),
+    ('{"type":"integer","minimum":-1e300,"maximum":-1e299}', "'minimum' has the number -1e"),
 ]
 
 

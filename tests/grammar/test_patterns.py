@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.grammar.conftest import backend, draw, follows
 from tokenmill.grammar import BadGrammar
 from tokenmill.grammar.backends import BACKENDS
-from tokenmill.grammar.patterns import translate
+from tokenmill.grammar.patterns import translate, translate_plain
 from tokenmill.messages import Grammar
 
 pytestmark = pytest.mark.cpu
@@ -52,6 +52,16 @@ def test_repetitions_of_what_may_be_empty_cost_xgrammar_little(pattern: str) -> 
     for seed in range(3):
         text = draw("xgrammar", "regex", pattern, seed=seed, most=100)
         assert text is None or re.fullmatch(pattern, text)
+
+
+@given(st.integers(0, 1_500), st.one_of(st.none(), st.integers(0, 1_500)), st.sampled_from(["a", "(?:ab|b)"]))
+def test_large_counts_in_groups_count_the_same(low: int, more: int | None, body: str) -> None:
+    high = None if more is None else low + more
+    written = translate_plain(f"{body}{{{low},{'' if high is None else high}}}")
+    assert all(int(count) <= 32 for count in re.findall(r"\d+", written))
+    for number in {max(0, low - 1), low, low + 1, low + 700, low + (more or 0), low + (more or 0) + 1}:
+        is_match = low <= number and (high is None or number <= high)
+        assert bool(re.fullmatch(written, ("a" if body == "a" else "b") * number)) == is_match, number
 
 
 @each_backend

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.characters import Ranges, wide_class
-from tokenmill.grammar.expressions import Expression, RuleWriter, no_deeper_than_python
+from tokenmill.grammar.counts import with_small_counts
+from tokenmill.grammar.expressions import Expression, Reference, RuleWriter, no_deeper_than_python
 from tokenmill.grammar.gbnf import read_rules
 from tokenmill.grammar.patterns import check_length, read_pattern
 from tokenmill.grammar.recursion import find_cycle
@@ -38,10 +39,19 @@ def ebnf_of_pattern(pattern: str) -> str:
 
 
 def _written(rules: dict[str, Expression]) -> str:
-    names = {name: f"rule_{index}" for index, name in enumerate(rules)}
     classes = _Classes()
-    writer = RuleWriter(names, classes.alone, repeated=classes.write, has_literals=True)
+    groups: dict[str, Expression] = {}
+
+    def group(repeated: Expression) -> Expression:
+        name = f"group {len(groups)}"  # which no rule of a text is called
+        groups[name] = repeated
+        return Reference(name)
+
     with no_deeper_than_python():
+        # What is repeated by a rule of its own is compiled once for all repetitions.
+        rules = {name: with_small_counts(rule, group) for name, rule in rules.items()} | groups
+        names = {name: f"rule_{index}" for index, name in enumerate(rules)}
+        writer = RuleWriter(names, classes.alone, repeated=classes.write, has_literals=True)
         lines = [f"{names[name]} ::= {writer.write(rule)}" for name, rule in rules.items()]
     # Where rules refer to `root` itself, the library loses tokens that may follow it there.
     return "\n".join([f"root ::= {names['root']}", *lines, *classes.rules])

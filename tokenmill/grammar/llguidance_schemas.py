@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -13,6 +14,8 @@ from tokenmill.grammar.schemas import is_number, subschemas, write_formats_as_pa
 
 # The library counts through as many remainders, wherever values of `multipleOf` meet.
 _MAX_MULTIPLE = 100_000
+_LEAST = -(2.0**63)
+_WITH_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # What may be too wide: no letter or digit of ASCII, to the library as to JavaScript, may be one to Python;
 # and a quote may come out as an escape although a class excludes it.
 _TOO_WIDE = re.compile(r"\\[WDS]|\[\^")
@@ -32,6 +35,7 @@ def prepare_schema(schema: Any) -> None:
     objects = list(subschemas(schema))
     _check_multiples([each["multipleOf"] for each in objects if is_number(each.get("multipleOf"))])
     for each in objects:
+        _check_least(each)
         _check_names(each)
         _check_bounds(each)
 
@@ -59,6 +63,25 @@ def _check_multiples(values: list[int | float]) -> None:
                 f"the values of 'multipleOf' have a least common multiple above {_MAX_MULTIPLE:,} (in units "
                 "of their last decimal); use smaller ones, fewer ones, or powers of ten"
             )
+
+
+def _check_least(schema: dict[str, Any]) -> None:
+    """Where the library makes a whole number of one that is as small as this, it ends the process."""
+    for key in _WITH_NUMBERS:
+        for number in _numbers(schema.get(key)):
+            if float(number) <= _LEAST:
+                raise BadGrammar(
+                    f"{key!r} has the number {number}, and llguidance needs numbers above -2^63; use a "
+                    "larger one, or xgrammar"
+                )
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if is_number(value):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(part)
 
 
 def _check_names(schema: dict[str, Any]) -> None:

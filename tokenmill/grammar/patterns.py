@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenmill.grammar.base import BadGrammar
 from tokenmill.grammar.characters import LAST, Ranges, char_class, complement, merge
+from tokenmill.grammar.counts import with_small_counts
 from tokenmill.grammar.expressions import (
     Characters,
     Choice,
@@ -86,8 +87,8 @@ def translate_searched(pattern: str) -> str:
 
 
 def translate_plain(pattern: str) -> str:
-    """The same for a whole string of JSON, without characters that JSON writes as escapes."""
-    return _written(_read(pattern, _PLAIN))
+    """The same for a whole string of JSON, without characters that JSON writes as escapes, for xgrammar."""
+    return _written(with_small_counts(_read(pattern, _PLAIN), lambda group: group))
 
 
 def literals(pattern: str) -> list[int]:
