@@ -161,6 +161,7 @@ class XgrammarBackend:
         )
         self.filler = xgrammar.BatchGrammarMatcher()
         self.was_slow = False  # the last masks
+        self._ids: dict[str, int] = tokenizer.get_vocab()
         texts: list[bytes] = vocabulary.decoded_vocab
         self._texts = KnownTokens.of(texts, known_ids(tokenizer, self.num_words))
         self._json_texts = [self._texts.of_json(has_code_points=has_them) for has_them in (False, True)]
@@ -185,7 +186,9 @@ class XgrammarBackend:
             case "json_schema":
                 return self._json_texts[names_control_characters(json.loads(grammar.text))]
             case "structural_tag":  # beside the JSON there is free text
-                return self._json_texts[True]
+                names = _named_tokens(_new_form(grammar.text))
+                ids = [self._ids.get(name, -1) if isinstance(name, str) else name for name in names]
+                return self._json_texts[True].with_ids(ids)
             case _:
                 return self._texts
 
@@ -255,6 +258,20 @@ def _objects(document: Any) -> Iterator[dict[str, Any]]:
     if isinstance(document, dict | list) and "json_schema" not in document:
         for part in document.values() if isinstance(document, dict) else document:
             yield from _objects(part)
+
+
+def _named_tokens(document: Any) -> list[int | str]:
+    """The tokens that a tag asks for by id or name, special ones, too."""
+    found: list[Any] = []
+    for part in _objects(document):
+        match part:
+            case {"type": "token", "token": token}:
+                found.append(token)
+            case {"type": "token_triggered_tags", "trigger_tokens": [*tokens]}:
+                found += tokens
+            case {"type": "token_dispatch", "rules": [*rules]}:
+                found += [rule[0] for rule in rules]
+    return [token for token in found if isinstance(token, int | str)]
 
 
 def _write_as_rules(part: dict[str, Any]) -> None:

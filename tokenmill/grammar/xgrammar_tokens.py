@@ -63,6 +63,12 @@ class KnownTokens:
         after = {**spelled._after, _BACKSLASH: plain._anywhere & ~rest}
         return KnownTokens(self._texts, spelled._anywhere, after)
 
+    def with_ids(self, ids: list[int]) -> KnownTokens:
+        """The same, and these ids where no character has begun."""
+        bits = np.zeros(32 * len(self._anywhere), dtype=np.bool_)
+        bits[[index for index in ids if 0 <= index < len(bits)]] = True
+        return KnownTokens(self._texts, self._anywhere | packed(bits), self._after)
+
     def _without(self, mask: IntArray) -> KnownTokens:
         """The same but for the ids of a mask."""
         after = {end: ids & ~mask for end, ids in self._after.items()}
