@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from types import TracebackType
@@ -113,6 +114,15 @@ def engine_dead(cause: BaseException) -> EngineDead:
     error = EngineDead(f"{reason}; make a new one")
     error.__cause__ = cause
     return error
+
+
+def check_process(process_id: int) -> None:
+    """Raise `WrongState` in any process but the one that opened the engine."""
+    if os.getpid() != process_id:
+        raise WrongState(
+            f"this engine belongs to process {process_id}, of which {os.getpid()} is a fork; open an engine "
+            "in the new process, and start that with multiprocessing's method 'spawn'"
+        )
 
 
 # What is told of anything at all, and of an error that came from elsewhere.

@@ -275,6 +275,24 @@ def test_a_pause_that_aborts(core: CoreThread, answers: Answers) -> None:
     answers.wait_finished("b")
 
 
+def test_a_pause_that_aborts_ends_what_is_behind_an_update(
+    core: CoreThread, mill: VersionedMill, answers: Answers
+) -> None:
+    run_until_some_tokens(core, answers)
+    answers.delivered = lambda: time.sleep(0.01)  # a step takes its time
+    updated = Background(lambda: update(core))
+    while not core._calls:  # until the call is in the inbox
+        time.sleep(0.001)
+    core.submit([request("b"), request("c")])
+    assert core.call("load") == {"running": 1, "waiting": 2}
+    core.call("pause_generation", mode="abort")
+    answers.wait_finished("a", "b", "c")
+    assert answers.finished == {"a": "abort", "b": "abort", "c": "abort"}
+    assert updated.result()[0]
+    assert core.call("load") == {"running": 0, "waiting": 0}
+    core.call("continue_generation")
+
+
 def test_time_runs_during_a_pause(core: CoreThread, answers: Answers) -> None:
     core.call("pause_generation", mode="in_place")
     core.submit([replace(request("late"), timeout_seconds=0.02), request("patient")])

@@ -20,11 +20,16 @@ SCRIPT = """
     if __name__ == "__main__":
         params = {"temperature": 0, "max_new_tokens": 3}
         engine = sgl.Engine(model_path="tiny", core_process=sys.argv[1] == "process")
-        stream = engine.generate("Once", {**params, "max_new_tokens": 200}, stream=True)
+        long = {**params, "max_new_tokens": 200, "ignore_eos": True}
+        stream = engine.generate("Once", long, stream=True)
         next(stream)
+        short = {**params, "max_new_tokens": 1}
+        rows = engine.iter([{"prompt": "Hi", "sampling_params": short}, {"prompt": "Once"}], long)
+        next(rows)  # both are submitted
         child = os.fork()
         if not child:
-            for call in (lambda: engine.generate("Hi", params), engine.flush_cache, engine.get_server_info):
+            calls = [lambda: engine.generate("Hi", params), engine.flush_cache, engine.get_server_info]
+            for call in [*calls, lambda: list(stream), lambda: next(rows)]:
                 try:
                     call()
                 except sgl.WrongState as error:
@@ -36,6 +41,7 @@ SCRIPT = """
             sys.exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert sum(1 for _ in stream) > 50
+        assert len(next(rows)["output_ids"]) == 200
         assert len(engine.generate("Hi", params)["output_ids"]) == 3
         engine.shutdown()
         print("all is well")

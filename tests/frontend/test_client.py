@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -301,6 +301,24 @@ def cancel_task_of_stream(client: Client, call: Call) -> None:
             await asyncio.sleep(0)
 
     asyncio.run(cancel_soon(consume()))
+
+
+def test_a_stream_whose_wait_was_cancelled_has_no_good_end(
+    client: Client, prepare: Any, cores: list[Any]
+) -> None:
+    async def drain(stream: AsyncIterator[Any]) -> None:
+        async for _ in stream:
+            pass
+
+    async def main() -> None:
+        stream = client.stream_async(prepare("ab", stream=True, **ENDLESS), owner=None)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(drain(stream), 0.05)
+        with pytest.raises(WrongState, match="ended by CancelledError"):
+            await anext(stream)
+
+    asyncio.run(main())
+    wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
 
 
 def cancel_task(client: Client, call: Call) -> None:

@@ -24,6 +24,7 @@ from tokenmill.messages import Output, Runner, Sink
 _log = logging.getLogger("tokenmill")
 
 PauseMode = Literal["abort", "retract", "in_place"]
+PAUSED = "generation was paused"  # what aborted requests are told
 
 # Calls that wait until every request before them has finished.
 _WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
@@ -47,7 +48,10 @@ class Control:
         watch: DeviceWatch,
         pulse: Pulse,
         deliver: Sink,
+        num_held: Callable[[], int],
     ) -> None:
+        """`num_held` is how many requests wait behind a call, of which the scheduler does not know."""
+        self._num_held = num_held
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
@@ -103,14 +107,15 @@ class Control:
     def _flush_cache(self) -> tuple[bool, str]:
         self._end_idle_steps()
         if not self._scheduler.idle:
-            busy = self._scheduler.num_running + self._scheduler.num_waiting
+            busy = sum(self._load().values())
             return False, f"the cache cannot be flushed while {busy} requests are waiting or running"
         self._cache.flush()
         self._grammars.forget_failures()
         return True, "the prefix cache is empty"
 
     def _load(self) -> dict[str, int]:
-        return {"running": self._scheduler.num_running, "waiting": self._scheduler.num_waiting}
+        waiting = self._scheduler.num_waiting + self._num_held()
+        return {"running": self._scheduler.num_running, "waiting": waiting}
 
     def _state(self) -> dict[str, Any]:
         """Numbers that change while the engine works."""
@@ -134,7 +139,7 @@ class Control:
 
     def _pause(self, *, mode: PauseMode) -> None:
         if mode == "abort":
-            self._send(self._scheduler.abort_all("generation was paused"))
+            self._send(self._scheduler.abort_all(PAUSED))
         self._collect_all()
         if mode == "retract":
             self._scheduler.retract_all()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.errors import WrongState
+from tokenmill.errors import check_process
 from tokenmill.messages import AnswerSink, Core, EngineFacts, Need, Request
 
 
@@ -32,7 +32,7 @@ class OwnCore:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `Core`. Raises `WrongState` in another process."""
-        self._check()
+        check_process(self._process_id)
         self._core.submit(requests)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class OwnCore:
 
     def call(self, name: str, *, answered: AnswerSink | None = None, **arguments: Any) -> Any:
         """See `Core`. Raises `WrongState` in another process."""
-        self._check()
+        check_process(self._process_id)
         return self._core.call(name, answered=answered, **arguments)
 
     def close(self) -> None:
@@ -53,10 +53,3 @@ class OwnCore:
     @property
     def _is_here(self) -> bool:
         return os.getpid() == self._process_id
-
-    def _check(self) -> None:
-        if not self._is_here:
-            raise WrongState(
-                f"this engine belongs to process {self._process_id}, of which {os.getpid()} is a fork; "
-                "open an engine in the new process, and start that with multiprocessing's method 'spawn'"
-            )

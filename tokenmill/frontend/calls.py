@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from tokenmill.errors import RowError, TokenmillError
+from tokenmill.errors import RowError, TokenmillError, check_process
 from tokenmill.frontend.failures import failure
 from tokenmill.frontend.outputs import Arrival, Row, Shape
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
@@ -22,6 +23,7 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
+        self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._arrived: list[tuple[Call, Arrived]] = []
         self._failure: TokenmillError | None = None
@@ -45,7 +47,11 @@ class Mailbox:
             wake()
 
     def take(self, wake: Wake) -> list[tuple[Call, Arrived]]:
-        """What arrived; if nothing did, an empty list, and `wake` is called once when something does."""
+        """What arrived; if nothing did, an empty list, and `wake` is called once when something does.
+
+        Raises what ended the call, and `WrongState` in a forked process, where nothing arrives.
+        """
+        check_process(self._process_id)
         with self._lock:
             arrived, self._arrived = self._arrived, []
             if not arrived:

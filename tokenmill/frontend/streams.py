@@ -57,6 +57,7 @@ class _Stream:
         self._owner = owner
         self._ready: deque[dict[str, Any]] = deque()
         self._closed = False
+        self._interrupted_by = ""
         self._user = OneUser("stream")
 
     def _fill(self, wake: Wake) -> bool:
@@ -64,6 +65,22 @@ class _Stream:
         if not self._ready and not self._ended:
             self._ready.extend(advance.chunk for advance in self._source.advance(self._call, wake))
         return bool(self._ready) or self._ended
+
+    @contextlib.contextmanager
+    def _closing_on_errors(self) -> Iterator[None]:
+        """A block that takes chunks. Who was interrupted there must not take the end for a good one."""
+        if self._interrupted_by:
+            raise WrongState(
+                f"a wait for a chunk of this stream was ended by {self._interrupted_by}, and its requests "
+                "were cancelled; wait for chunks in a task of their own, without a time limit"
+            )
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._interrupted_by = "" if self._closed else type(error).__name__
+            self._close()
+            raise
 
     @property
     def _ended(self) -> bool:
@@ -96,13 +113,10 @@ class ResultStream(_Stream, Iterator[dict[str, Any]]):
 
     def _next(self) -> dict[str, Any]:
         woken = threading.Event()
-        try:
+        with self._closing_on_errors():
             while not self._fill(woken.set):
                 woken.wait()
                 woken.clear()
-        except BaseException:
-            self._close()
-            raise
         if not self._ready:
             raise StopIteration
         return self._ready.popleft()
@@ -120,12 +134,9 @@ class AsyncResultStream(_Stream, AsyncIterator[dict[str, Any]]):
             return await self._next()
 
     async def _next(self) -> dict[str, Any]:
-        try:
+        with self._closing_on_errors():
             while not self._fill(wake := LoopWake()):
                 await wake.sleep()
-        except BaseException:
-            self._close()
-            raise
         if not self._ready:
             raise StopAsyncIteration
         return self._ready.popleft()
