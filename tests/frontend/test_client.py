@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -303,24 +303,6 @@ def cancel_task_of_stream(client: Client, call: Call) -> None:
     asyncio.run(cancel_soon(consume()))
 
 
-def test_a_stream_whose_wait_was_cancelled_has_no_good_end(
-    client: Client, prepare: Any, cores: list[Any]
-) -> None:
-    async def drain(stream: AsyncIterator[Any]) -> None:
-        async for _ in stream:
-            pass
-
-    async def main() -> None:
-        stream = client.stream_async(prepare("ab", stream=True, **ENDLESS), owner=None)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(drain(stream), 0.05)
-        with pytest.raises(WrongState, match="ended by CancelledError"):
-            await anext(stream)
-
-    asyncio.run(main())
-    wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
-
-
 def cancel_task(client: Client, call: Call) -> None:
     asyncio.run(cancel_soon(client.run_async(call)))
 
@@ -402,6 +384,22 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(
     gate.set()
     first.join(5)
     assert "".join(got) == "abc"
+
+
+def test_a_stream_whose_wait_was_cancelled_has_no_good_end(
+    client: Client, prepare: Any, cores: list[Any], gate: threading.Event
+) -> None:
+    async def main() -> None:
+        stream = client.stream_async(prepare("ab", stream=True), owner=None)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.05)
+        with pytest.raises(WrongState, match="ended by CancelledError"):
+            await anext(stream)
+
+    gate.clear()
+    asyncio.run(main())
+    gate.set()
+    wait_until(lambda: len(cores[0].cancelled) == 1 and is_clean(client, cores[0]))
 
 
 def test_a_second_task_is_refused_and_the_first_goes_on(
