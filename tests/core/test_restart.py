@@ -210,6 +210,33 @@ def test_state_is_restored_before_any_row_comes(core: LastingCore, family: Famil
     ]
 
 
+def test_rows_behind_an_update_stay_behind_it(core: LastingCore, family: Family) -> None:
+    """The next process gets the rows before the update, the update, and then those behind it."""
+    family.hangs = {"update_weights_from_disk"}
+    core.submit([request("before")])
+    updating = threading.Thread(
+        target=core.call, args=["update_weights_from_disk"], kwargs={"model_path": "there"}
+    )
+    updating.start()
+    wait_for(lambda: family.newest.hanging)
+    core.submit([request("behind")])  # which this process keeps by itself
+    assert [each.id for each in family.newest.submitted] == ["before", "behind"]
+    family.newest.die()
+    wait_for(lambda: len(family.made) == 2 and family.newest.hanging)
+    core.submit([request("later")])
+    assert [each.id for each in family.newest.submitted] == ["before"]
+    family.newest.hanging[0].set_result((True, "", 0))
+    updating.join(10)
+    assert [each.id for each in family.newest.submitted] == ["before", "behind", "later"]
+    family.newest.deliver([Output(name, (1,), None, 0, 0) for name in ("before", "behind", "later")])
+    family.hangs.clear()
+    family.newest.hanging.clear()
+    family.newest.die()
+    wait_for(lambda: len(family.made) == 3 and family.newest.submitted)
+    assert [each.id for each in family.newest.submitted] == ["before", "behind", "later"]
+    assert family.newest.calls == [("update_weights_from_disk", {"model_path": "there"})]
+
+
 def test_processes_that_cannot_start_end_the_engine(core: LastingCore, family: Family) -> None:
     core.submit([request("a")])
     family.failures = [InvalidArgument(f"no memory {number}") for number in range(3)]

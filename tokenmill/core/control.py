@@ -27,7 +27,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 PAUSED = "generation was paused"  # what aborted requests are told
 
 # Calls that wait until every request before them has finished.
-_WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
+WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
 # Steps over which throughput is measured.
 _STEPS_BETWEEN_LOOKS = 40
 # Of the loop's work that a trace holds when nobody said how many steps. One second is half a million events:
@@ -89,7 +89,7 @@ class Control:
 
     def must_wait(self, name: str) -> bool:
         """Whether the call has to wait for requests to finish before it is answered."""
-        return name in _WAITING_CALLS and not (self._scheduler.idle or self.stands_still)
+        return name in WAITING_CALLS and not (self._scheduler.idle or self.stands_still)
 
     def answer(self, name: str, arguments: dict[str, Any]) -> Any:
         """What the call returns; raises what it raises."""

@@ -39,6 +39,7 @@ class _Flight:
     cached_tokens: int | None = None  # as told with the first tokens delivered
     num_retractions: int = 0  # as told last,
     num_retractions_before: int = 0  # and at the last death
+    last_call: int = 0  # begun before it, of those that requests wait for
     is_cancelled: bool = False
     was_delayed: bool = False  # it had to wait for a new core
     got_on: bool = False  # since a core has it
@@ -60,6 +61,11 @@ class Replay:
         self._waiting: dict[str, _Flight] = {}  # that no living core has
         self._sent: dict[str, _Flight] = {}
         self._unproven: set[str] = set()  # suspects among those sent, until they get on
+        # Calls that later requests wait for: all so far, those without an answer, and those of these that a
+        # core has died of or before.
+        self._num_calls = 0
+        self._asked: set[int] = set()
+        self._asked_anew: set[int] = set()
 
     @property
     def num_sent(self) -> int:
@@ -78,7 +84,19 @@ class Replay:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Take requests in; `next` will name them."""
-        self._waiting.update((request.id, _Flight(request)) for request in requests)
+        last = max(self._asked, default=0)
+        self._waiting.update((request.id, _Flight(request, last_call=last)) for request in requests)
+
+    def begin_call(self) -> int:
+        """A call is put to the core that requests from here on wait for; its number."""
+        self._num_calls += 1
+        self._asked.add(self._num_calls)
+        return self._num_calls
+
+    def end_call(self, number: int) -> None:
+        """It has its answer, or gets none; `next` may have more to name."""
+        self._asked.discard(number)
+        self._asked_anew.discard(number)
 
     def hold(self) -> None:
         """Nobody takes requests now: those that wait are late when somebody does."""
@@ -89,12 +107,17 @@ class Replay:
         """Requests to give to the core now; it has them from here on.
 
         Nearly always all that wait. While there are suspects, some of those that saw most deaths, and nobody
-        else until each of these got on.
+        else until each of these got on. A core keeps requests behind a call by itself; one that is put to
+        another core comes after the requests that were before it, and so these wait here.
         """
         if self._unproven:
             self.hold()
             return []
-        chosen = list(self._waiting.values())
+        chosen = [
+            flight
+            for flight in self._waiting.values()
+            if not any(call <= flight.last_call for call in self._asked_anew)
+        ]
         most = max((flight.num_deaths for flight in chosen), default=0)
         if most >= _DEATHS_OF_SUSPECTS:
             suspects = [flight for flight in chosen if flight.num_deaths == most]
@@ -141,6 +164,7 @@ class Replay:
 
         With `blames` it may have died of one of its requests; less likely so if it was killed.
         """
+        self._asked_anew |= self._asked
         stuck = [flight for flight in self._sent.values() if not flight.got_on]
         for flight in stuck if blames else ():
             flight.num_deaths += 1

@@ -10,11 +10,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.core.control import WAITING_CALLS
 from tokenmill.core.process import CoreLost, CoreProcess
 from tokenmill.core.replay import Replay
 from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead, told
@@ -128,6 +129,10 @@ class LastingCore:
         A call whose core dies is put to the next one; only `stop_profile` is a `WrongState` then, because
         the trace is gone.
         """
+        with self._ordered(name):
+            return self._call(name, answered, arguments)
+
+    def _call(self, name: str, answered: AnswerSink | None, arguments: dict[str, Any]) -> Any:
         for _ in range(_MOST_CALLS):
             core = self._living_core()
             try:
@@ -144,6 +149,21 @@ class LastingCore:
                     self._num_fruitless = 0
                     return answer
         raise WrongState(f"the core's process died {_MOST_CALLS} times while it answered {name}")
+
+    @contextlib.contextmanager
+    def _ordered(self, name: str) -> Iterator[None]:
+        """A call; requests that come after one that they wait for stay behind it, whoever answers it."""
+        if name not in WAITING_CALLS:
+            yield
+            return
+        with self._state:
+            number = self._replay.begin_call()
+        try:
+            yield
+        finally:
+            with self._state:
+                self._replay.end_call(number)
+                self._send_next()
 
     def close(self) -> None:
         """Abort what is left and end the process. Idempotent."""
