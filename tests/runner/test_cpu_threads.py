@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.runner.cpu_threads import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, LOOK_SECONDS, CpuThreads
+from tokenmill.runner.cpu_threads import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    LOOK_SECONDS,
+    REHEARSAL_SECONDS,
+    CpuThreads,
+)
 
 pytestmark = pytest.mark.cpu
 STEP_SECONDS = 0.01
@@ -23,11 +29,21 @@ class Machine:
         self.now, self.waited = 100.0, 0.0
         self.others = 0
         self._processors = self.number = processors
-        self.threads = CpuThreads(processors, self._set, lambda: self.waited, clock=lambda: self.now)
+        self.threads = CpuThreads(
+            processors, self._set, lambda: self.waited, self.rehearse, clock=lambda: self.now
+        )
 
     def _set(self, number: int) -> None:
         assert 1 <= number <= self._processors
         self.number = number
+
+    def rehearse(self) -> None:
+        self.compute(REHEARSAL_SECONDS)
+
+    def compute(self, seconds: float) -> None:
+        share = min(1, self._processors / (self.number + self.others))
+        self.now += seconds
+        self.waited += seconds * self.number * (1 - share)
 
     def run(self, seconds: float) -> Iterator[int]:
         """Steps one after the other; gives the number of threads of each."""
@@ -35,14 +51,11 @@ class Machine:
         while self.now < end:
             self.threads.follow()
             yield self.number
-            running = self.number + self.others
-            share = min(1, self._processors / running)
-            self.now += STEP_SECONDS
-            self.waited += STEP_SECONDS * self.number * (1 - share)
+            self.compute(STEP_SECONDS)
 
 
 @pytest.mark.parametrize("processors", [2, 3, 8, 64])
-def test_on_a_free_machine_all_threads_compute(processors: int) -> None:
+def test_on_a_free_machine_all_threadscompute(processors: int) -> None:
     assert set(Machine(processors).run(60)) == {processors}
 
 
@@ -79,6 +92,7 @@ def test_when_the_other_work_ends_all_threads_compute_again() -> None:
 
 def test_a_moment_of_other_work_changes_nothing() -> None:
     machine = Machine(2)
+    list(machine.run(1))
     for _ in range(20):
         machine.others = 1
         assert set(machine.run(LOOK_SECONDS)) == {2}
@@ -86,10 +100,27 @@ def test_a_moment_of_other_work_changes_nothing() -> None:
         assert set(machine.run(2 * LOOK_SECONDS)) == {2}
 
 
+@pytest.mark.parametrize("seconds_alone", [0, 20])
+def test_hardly_a_step_waits_for_other_work(seconds_alone: float) -> None:
+    """Threads that meet with others in their way make a step of some milliseconds one of some seconds."""
+    machine = Machine(2)
+    list(machine.run(seconds_alone))
+    machine.others, num_slow = 1, 0
+    end = machine.now + 300
+    while machine.now < end:
+        machine.threads.follow()
+        is_slow = machine.number == 2
+        num_slow += is_slow
+        machine.compute(5.0 if is_slow else 0.02)
+    assert num_slow <= (1 if seconds_alone else 0)
+
+
 def test_looking_costs_little() -> None:
     """At most one look in a while, however short the steps are."""
     machine, looks = Machine(2), []
-    machine.threads = CpuThreads(2, print, lambda: looks.append(1) or 0.0, clock=lambda: machine.now)
+    machine.threads = CpuThreads(
+        2, print, lambda: looks.append(1) or 0.0, machine.rehearse, clock=lambda: machine.now
+    )
     list(machine.run(10))
     assert len(looks) <= 10 / LOOK_SECONDS + 2
 
@@ -103,7 +134,7 @@ def test_long_looks_are_rare() -> None:
         machine.now += 0.02
         return machine.waited
 
-    machine.threads = CpuThreads(2, machine._set, look, clock=lambda: machine.now)
+    machine.threads = CpuThreads(2, machine._set, look, machine.rehearse, clock=lambda: machine.now)
     list(machine.run(100))
     assert 40 <= len(looks) <= 53
 

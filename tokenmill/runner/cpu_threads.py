@@ -2,8 +2,9 @@
 
 The threads of a step meet hundreds of times. Where other work holds a processor, the thread that should run
 there comes late to every meeting while the others wait for it actively, and the step takes several times as
-long as with one thread less. So the engine watches how long its threads wait for a processor, makes do with
-fewer while they do, and tries more again now and then.
+long as with one thread less, or even a hundred times as long. So the engine watches how long its threads
+wait for a processor, makes do with fewer while they do, and tries more again now and then: for a moment
+without a step first.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ _MOST_LOOKING = 0.01  # of the time
 # Seconds that threads wait, together, in each second in which other work wants a processor as much as they
 # do: 0.5 to 1 for each such processor. Beside work of a few milliseconds now and then it is below 0.2.
 _CROWDED = 0.4
-# One crowded look may be a moment, two are not. When more threads are tried again, one is enough.
-_LOOKS_UNTIL_FEWER = 2
+# Less may be a moment of other work. When more threads are tried again, one look is enough.
+_CROWDED_SECONDS = 0.2
+# Some turns of all who share a processor.
+REHEARSAL_SECONDS = 0.02
+_REHEARSED = 2**21  # numbers, of which each thread of torch's takes 2**15 or more
 # Before more threads are tried again; twice as long after each time in vain.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
@@ -42,17 +46,21 @@ class CpuThreads:
         most: int,
         set_number: Callable[[int], object],
         seconds_waited: Callable[[], float],
+        rehearse: Callable[[], object],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seconds_waited` tells how long these threads have waited for processors up to now."""
+        """`seconds_waited` tells how long these threads have waited for processors up to now; `rehearse` has
+        them meet, as in a step, for `REHEARSAL_SECONDS`."""
         self._most = self._number = most
         self._set_number = set_number
         self._seconds_waited = seconds_waited
+        self._rehearse = rehearse
         self._clock = clock
+        self._is_new = True
         self._looked, self._waited = clock(), seconds_waited()
         self._next_look = self._looked + LOOK_SECONDS
-        self._num_crowded = 0  # looks in a row
+        self._crowded_seconds = 0.0  # up to now, without a break
         self._is_trial = False
         self._pause = FIRST_PAUSE_SECONDS
         self._next_change = 0.0  # when more threads are tried, or, with all of them, are taken for granted
@@ -60,36 +68,57 @@ class CpuThreads:
     def follow(self) -> None:
         """Look whether threads wait for processors, if it is time to. Call before each step."""
         now = self._clock()
+        if self._is_new:
+            self._is_new = False
+            self._try(self._most)
+            return
         if now < self._next_look:
             return
         waited = self._seconds_waited()
         self._next_look = now + max(LOOK_SECONDS, (self._clock() - now) / _MOST_LOOKING)
-        waiting = (waited - self._waited) / (now - self._looked)
+        seconds = now - self._looked
+        waiting = (waited - self._waited) / seconds
         self._looked, self._waited = now, waited
         if waiting > _CROWDED and self._number > 1:
-            self._num_crowded += 1
-            if self._is_trial or self._num_crowded == _LOOKS_UNTIL_FEWER:
-                self._use(self._number - min(max(1, round(waiting)), self._number - 1))
-                self._is_trial = False
-                self._next_change = now + self._pause
-                self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            self._crowded_seconds += seconds
+            if self._is_trial or self._crowded_seconds > _CROWDED_SECONDS:
+                self._give_way(waiting)
             return
-        self._num_crowded = 0
+        self._crowded_seconds = 0.0
         self._is_trial = False
         if now < self._next_change:
             return
         if self._number < self._most:
-            self._use(min(2 * self._number, self._most))
-            self._is_trial = True
-            self._next_change = now + self._pause
+            self._try(min(2 * self._number, self._most))
         else:
             self._pause = FIRST_PAUSE_SECONDS
 
+    def _try(self, number: int) -> None:
+        """Use so many threads if they find processors now."""
+        self._use(number)
+        began, before = self._clock(), self._seconds_waited()
+        self._rehearse()
+        self._looked, self._waited = self._clock(), self._seconds_waited()
+        waiting = (self._waited - before) / (self._looked - began)
+        if waiting > _CROWDED and number > 1:
+            self._give_way(waiting)
+        else:
+            self._is_trial = True
+            self._next_change = self._looked + self._pause
+
+    def _give_way(self, waiting: float) -> None:
+        """Use as many threads less as wait all the time."""
+        self._use(self._number - min(max(1, round(waiting)), self._number - 1))
+        self._is_trial = False
+        self._next_change = self._looked + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
     def _use(self, number: int) -> None:
-        _log.debug("%d threads compute instead of %d", number, self._number)
-        self._set_number(number)
-        self._number = number
-        self._num_crowded = 0
+        if number != self._number:
+            _log.debug("%d threads compute instead of %d", number, self._number)
+            self._set_number(number)
+            self._number = number
+        self._crowded_seconds = 0.0
 
 
 def cpu_threads() -> CpuThreads | None:
@@ -97,7 +126,14 @@ def cpu_threads() -> CpuThreads | None:
     runtime, most = openmp.runtime(), torch.get_num_threads()
     if runtime is None or most == 1:
         return None
-    return CpuThreads(most, runtime.omp_set_num_threads, _seconds_waited)
+    return CpuThreads(most, runtime.omp_set_num_threads, _seconds_waited, _rehearse)
+
+
+def _rehearse() -> None:
+    values = torch.zeros(_REHEARSED)
+    end = time.monotonic() + REHEARSAL_SECONDS
+    while time.monotonic() < end:
+        values.add_(1.0)
 
 
 def _seconds_waited() -> float:
