@@ -39,6 +39,8 @@ PASSED_OVER: list[tuple[Any, str]] = [
     ({"type": "string", "format": "date", "pattern": "^2024"}, "'format' together"),
     ({"type": "string", "format": "date", "maxLength": 3}, "'format' together"),
     ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "'pattern' together"),
+    ({"type": "string", "format": {"a": 1}}, "the format {'a': 1}"),
+    ({"const": "a", "type": [{}]}, "'type' beside 'const'"),
     ({"anyOf": []}, "empty 'anyOf'"),
     ({"type": []}, "empty 'type'"),
     ({"enum": []}, "empty 'enum'"),
