@@ -320,6 +320,20 @@ def test_tags_of_xgrammar_may_name_special_tokens() -> None:
         assert all(set(text.removesuffix(".")) <= set("ab") for text in texts)
 
 
+def test_tags_of_xgrammar_that_differ_by_a_token() -> None:
+    library = backend("xgrammar")
+    masks = np.zeros((1, library.num_words), dtype=np.int32)
+    for tokens in ([74], [300], [300, 301]):
+        elements = [{"type": "token", "token": token} for token in tokens]
+        form = {"type": "sequence", "elements": elements}
+        matcher = library.compile(Grammar("structural_tag", json.dumps({"format": form}))).new()
+        for token in tokens:
+            library.batch([matcher]).fill_masks(masks)
+            assert allowed(masks[0]) == [token]
+            assert matcher.accept(token)
+        assert matcher.is_accepting
+
+
 @each_backend
 def test_special_and_missing_tokens_are_never_allowed(name: str) -> None:
     library = backend(name)

@@ -159,6 +159,10 @@ class XgrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary, max_threads=_COMPILE_THREADS, cache_limit_bytes=_CACHE_BYTES
         )
+        # The cache takes rules that differ by a token alone for one.
+        self._compiler_for_tokens = xgrammar.GrammarCompiler(
+            vocabulary, max_threads=_COMPILE_THREADS, cache_enabled=False
+        )
         self.filler = xgrammar.BatchGrammarMatcher()
         self.was_slow = False  # the last masks
         self._ids: dict[str, int] = tokenizer.get_vocab()
@@ -223,7 +227,8 @@ class XgrammarBackend:
                 normalize(part["json_schema"])
                 prepare_schema(part["json_schema"])
             _write_as_rules(part)
-        return self._compiler.compile_structural_tag(json.dumps(document))
+        compiler = self._compiler_for_tokens if _named_tokens(document) else self._compiler
+        return compiler.compile_structural_tag(json.dumps(document))
 
 
 def _message(error: RuntimeError) -> str:
