@@ -62,8 +62,8 @@ class _Classes:
 
     To know which tokens may end a rule it looks at what follows the rule, and there it (0.2.8) lets any
     others in, or leaves some out, for a class with code points of more than a byte (as if it kept their last
-    one only), unless a rule stands in between. With
-    one rule for all places of a class it would know nothing of what follows them, and masks take long.
+    one only), unless a rule stands in between. With one rule for all places of a class it would know nothing
+    of what follows them, and masks take long.
     """
 
     def __init__(self) -> None:
