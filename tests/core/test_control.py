@@ -151,14 +151,20 @@ class Background:
 # ── weight updates ────────────────────────────────────────────────────────────────────────────
 
 
+def update_in_background(core: CoreThread) -> Background:
+    """A call that is in the inbox."""
+    updated = Background(lambda: update(core))
+    while not core._calls:
+        time.sleep(0.001)
+    return updated
+
+
 def test_an_update_waits_for_requests_before_it_and_those_after_it_wait(
     core: CoreThread, mill: VersionedMill, answers: Answers
 ) -> None:
     mill.gate.clear()
     core.submit([request("old", max_new_tokens=40), request("older", max_new_tokens=20)])
-    updated = Background(lambda: update(core))
-    while not core._calls:  # until the call is in the inbox
-        time.sleep(0.001)
+    updated = update_in_background(core)
     core.submit([request("new")])
     mill.gate.set()
     answers.wait_finished("old", "older", "new")
@@ -173,9 +179,7 @@ def test_a_request_behind_an_update_ends_before_its_turn(
     """By its caller, or for want of time: the update may wait for others for long."""
     run_until_some_tokens(core, answers)
     answers.delivered = lambda: time.sleep(0.01)  # a step takes its time
-    updated = Background(lambda: update(core))
-    while not core._calls:  # until the call is in the inbox
-        time.sleep(0.001)
+    updated = update_in_background(core)
     late = replace(request("late"), timeout_seconds=0.02)
     core.submit([request("unwanted"), request("new"), late])
     core.cancel(["unwanted"])
@@ -280,9 +284,7 @@ def test_a_pause_that_aborts_ends_what_is_behind_an_update(
 ) -> None:
     run_until_some_tokens(core, answers)
     answers.delivered = lambda: time.sleep(0.01)  # a step takes its time
-    updated = Background(lambda: update(core))
-    while not core._calls:  # until the call is in the inbox
-        time.sleep(0.001)
+    updated = update_in_background(core)
     core.submit([request("b"), request("c")])
     assert core.call("load") == {"running": 1, "waiting": 2}
     core.call("pause_generation", mode="abort")

@@ -125,7 +125,7 @@ def test_bytes_that_no_character_has_are_never_allowed(name: str, schema: str, f
     assert texts.index(b"a") in allowed(masks[0])
 
 
-def follows(name: str, kind: GrammarKind, grammar: str, text: str) -> bool:
+def begins(name: str, kind: GrammarKind, grammar: str, text: str) -> bool:
     """Whether an output may begin so."""
     library = backend(name)
     matcher = library.compile(Grammar(kind, grammar)).new()
@@ -139,8 +139,8 @@ HAS_A = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]
 @each_backend
 def test_a_property_has_one_spelling(name: str) -> None:
     """Its name with an escape is its name, and its value must follow the schema."""
-    assert follows(name, "json_schema", HAS_A, '{"a":1,"b":"x"')
-    assert not follows(name, "json_schema", HAS_A, r'{"a":1,"\u0061":"x"')
+    assert begins(name, "json_schema", HAS_A, '{"a":1,"b":"x"')
+    assert not begins(name, "json_schema", HAS_A, r'{"a":1,"\u0061":"x"')
 
 
 @each_backend
@@ -189,4 +189,4 @@ def test_control_characters_can_be_written_where_they_are_asked_for(
 ) -> None:
     if name == "xgrammar" and "pattern" in schema:
         pytest.skip("xgrammar takes no such pattern")
-    assert follows(name, "json_schema", schema, text)
+    assert begins(name, "json_schema", schema, text)

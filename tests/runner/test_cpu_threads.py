@@ -55,7 +55,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("processors", [2, 3, 8, 64])
-def test_on_a_free_machine_all_threadscompute(processors: int) -> None:
+def test_on_a_free_machine_all_threads_compute(processors: int) -> None:
     assert set(Machine(processors).run(60)) == {processors}
 
 

@@ -24,7 +24,6 @@ from tokenmill.messages import Output, Runner, Sink
 _log = logging.getLogger("tokenmill")
 
 PauseMode = Literal["abort", "retract", "in_place"]
-PAUSED = "generation was paused"  # what aborted requests are told
 
 # Calls that wait until every request before them has finished.
 WAITING_CALLS = {"update_weights_from_disk", "update_weights_from_tensor"}
@@ -49,9 +48,12 @@ class Control:
         pulse: Pulse,
         deliver: Sink,
         num_held: Callable[[], int],
+        abort_held: Callable[[str], None],
     ) -> None:
-        """`num_held` is how many requests wait behind a call, of which the scheduler does not know."""
+        """Of requests that wait behind a call the scheduler does not know: `num_held` tells how many they
+        are, `abort_held` ends them with a message."""
         self._num_held = num_held
+        self._abort_held = abort_held
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
@@ -139,7 +141,9 @@ class Control:
 
     def _pause(self, *, mode: PauseMode) -> None:
         if mode == "abort":
-            self._send(self._scheduler.abort_all(PAUSED))
+            message = "generation was paused"
+            self._send(self._scheduler.abort_all(message))
+            self._abort_held(message)
         self._collect_all()
         if mode == "retract":
             self._scheduler.retract_all()

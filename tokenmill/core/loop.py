@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config import MOST_STEPS_IN_FLIGHT, EngineConfig
-from tokenmill.core.control import PAUSED, Control
+from tokenmill.core.control import Control
 from tokenmill.core.deadlines import Clock, Deadlines, timed_out
 from tokenmill.core.device_watch import DeviceWatch, StepClock
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
@@ -104,7 +104,8 @@ class Loop:
             watch=self._watch,
             pulse=self.pulse,
             deliver=deliver,
-            num_held=lambda: len(self._held_requests),
+            num_held=lambda: len(self._held_ids),
+            abort_held=self._abort_held,
         )
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
@@ -305,14 +306,14 @@ class Loop:
             self._held.append(message)
 
     @property
-    def _held_requests(self) -> list[Request]:
-        return [request for held in self._held if isinstance(held, Submit) for request in held.requests]
+    def _held_ids(self) -> list[str]:
+        return [request.id for held in self._held if isinstance(held, Submit) for request in held.requests]
+
+    def _abort_held(self, message: str) -> None:
+        self._end_held(self._held_ids, lambda _: Finish("abort", message=message))
 
     def _answer(self, call: Call) -> None:
         """Errors of a call go to the caller; the loop lives on."""
-        if call.name == "pause_generation" and call.arguments.get("mode") == "abort":
-            held = [request.id for request in self._held_requests]
-            self._end_held(held, lambda _: Finish("abort", message=PAUSED))
         try:
             value = self._control.answer(call.name, call.arguments)
         except Exception as error:

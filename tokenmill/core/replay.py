@@ -113,11 +113,8 @@ class Replay:
         if self._unproven:
             self.hold()
             return []
-        chosen = [
-            flight
-            for flight in self._waiting.values()
-            if not any(call <= flight.last_call for call in self._asked_anew)
-        ]
+        first = min(self._asked_anew, default=self._num_calls + 1)
+        chosen = [flight for flight in self._waiting.values() if flight.last_call < first]
         most = max((flight.num_deaths for flight in chosen), default=0)
         if most >= _DEATHS_OF_SUSPECTS:
             suspects = [flight for flight in chosen if flight.num_deaths == most]

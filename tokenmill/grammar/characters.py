@@ -35,12 +35,6 @@ def complement(ranges: Ranges) -> Ranges:
     return [*gaps, (start, LAST)] if start <= LAST else gaps
 
 
-def split(ranges: Ranges, code: int) -> tuple[Ranges, Ranges]:
-    """The characters below a code point, and the others."""
-    below = [(low, min(high, code - 1)) for low, high in ranges if low < code]
-    return below, [(max(low, code), high) for low, high in ranges if high >= code]
-
-
 def char_class(ranges: Ranges) -> str:
     """The set as a class of a pattern, or as the character that is its only one."""
     return _char_class(tuple(ranges))
@@ -76,8 +70,9 @@ def has_text(ranges: Ranges) -> bool:
 
 def _texts(ranges: tuple[tuple[int, int], ...]) -> Ranges:
     """Without half surrogates, which are no text; raises `BadGrammar` if nothing is left."""
-    lower, others = split(list(ranges), _SURROGATES[0])
-    parts = merge([*lower, *split(others, _SURROGATES[1] + 1)[1]])
+    lower = [(low, min(high, _SURROGATES[0] - 1)) for low, high in ranges if low < _SURROGATES[0]]
+    upper = [(max(low, _SURROGATES[1] + 1), high) for low, high in ranges if high > _SURROGATES[1]]
+    parts = merge([*lower, *upper])
     if not parts:
         raise BadGrammar("a class of the pattern is empty, so no output can match it")
     return parts

@@ -86,32 +86,27 @@ def _has_no_text(expression: Expression) -> bool:
 
 def may_be_empty(expression: Expression, empty: Set[str] = frozenset()) -> bool:
     """Whether a text of it can have no character; `empty` names the rules that are known to be such."""
-    match expression:
-        case Characters():
-            return False
-        case Reference(name):
-            return name in empty
-        case Sequence(parts):
-            return all(may_be_empty(part, empty) for part in parts)
-        case Choice(options):
-            return any(may_be_empty(option, empty) for option in options)
-        case Repetition(body, low):
-            return low == 0 or may_be_empty(body, empty)
+    return _has_one(expression, empty, lambda _: False)
 
 
 def has_end(expression: Expression, ended: Set[str]) -> bool:
     """Whether any text is all of it; `ended` names the rules of which some are."""
+    return _has_one(expression, ended, has_text)
+
+
+def _has_one(expression: Expression, rules: Set[str], is_one: Callable[[Ranges], bool]) -> bool:
+    """Whether an expression has a text of some kind, given the rules and the classes that have one."""
     match expression:
         case Characters(ranges):
-            return has_text(ranges)
+            return is_one(ranges)
         case Reference(name):
-            return name in ended
+            return name in rules
         case Sequence(parts):
-            return all(has_end(part, ended) for part in parts)
+            return all(_has_one(part, rules, is_one) for part in parts)
         case Choice(options):
-            return any(has_end(option, ended) for option in options)
+            return any(_has_one(option, rules, is_one) for option in options)
         case Repetition(body, low):
-            return low == 0 or has_end(body, ended)
+            return low == 0 or _has_one(body, rules, is_one)
 
 
 def references(expression: Expression) -> set[str]:

@@ -41,7 +41,6 @@ _LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]  # of JavaScript
 _ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92)]  # control characters, the quote, the backslash
 _QUOTES: Ranges = [(34, 34), (92, 92)]
 _RARE: Ranges = [(0, 7), (11, 11), (14, 31)]  # control characters that JSON has no letter for
-_NOTHING = re.compile("(?!)")
 # What JavaScript calls so.
 _JAVASCRIPT: dict[str, Ranges] = {
     "DIGIT": [(48, 57)],
@@ -300,5 +299,5 @@ def _without(ranges: Ranges, flags: int) -> Ranges:
     if not flags & re.IGNORECASE:
         return complement(ranges)
     members = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges)
-    pattern = re.compile(f"[{members}]", flags & (re.IGNORECASE | re.ASCII)) if members else _NOTHING
+    pattern = re.compile(f"[{members}]", flags & (re.IGNORECASE | re.ASCII))
     return merge((code, code) for code in range(128) if not pattern.fullmatch(chr(code)))

@@ -35,14 +35,17 @@ _BASE64 = "([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?"
 # What says more of a string than its format, which not every library takes beside it.
 _BESIDE_FORMAT = {"pattern", "minLength", "maxLength", "const", "enum", "anyOf", "allOf", "$ref"}
 _PATTERNS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
-    # Of OpenAPI and pydantic; RFC 4648.
-    "byte": _BASE64.format("A-Za-z0-9+/"),
-    "base64": _BASE64.format("A-Za-z0-9+/"),
-    "base64url": _BASE64.format("A-Za-z0-9_-"),
+    name: f"^{pattern}$"
+    for name, pattern in {
+        "date": _DATE,
+        "time": _TIME,
+        "date-time": f"{_DATE}T{_TIME}",
+        "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+        # Of OpenAPI and pydantic; RFC 4648.
+        "byte": _BASE64.format("A-Za-z0-9+/"),
+        "base64": _BASE64.format("A-Za-z0-9+/"),
+        "base64url": _BASE64.format("A-Za-z0-9_-"),
+    }.items()
 }
 # What JSON Schema defines, so that a library which does not know it must say so. Others, as OpenAPI's and
 # pydantic's "password", are notes.
@@ -127,7 +130,7 @@ def _write_format(schema: dict[str, Any], name: str) -> None:
         _tell_once("format", name)
     elif name in _PATTERNS and "type" in schema and not schema.keys() & _BESIDE_FORMAT:
         del schema["format"]
-        schema["pattern"] = f"^{_PATTERNS[name]}$"
+        schema["pattern"] = _PATTERNS[name]
 
 
 def write_formats_as_patterns(schema: Any) -> None:
@@ -137,7 +140,7 @@ def write_formats_as_patterns(schema: Any) -> None:
         if not isinstance(name, str) or name not in _PATTERNS or not isinstance(parts, list):
             continue
         del each["format"]
-        pattern = {"pattern": f"^{_PATTERNS[name]}$"}
+        pattern = {"pattern": _PATTERNS[name]}
         each.update({"allOf": [*parts, pattern]} if "pattern" in each else pattern)
 
 

@@ -174,10 +174,10 @@ class XgrammarBackend:
     def compile(self, grammar: Grammar) -> XgrammarTemplate:
         """See `Backend`."""
         try:
-            compiled = self._compiled(grammar)
+            compiled, known = self._compiled(grammar)
         except RuntimeError as error:
             raise BadGrammar(_message(error)) from None
-        template = XgrammarTemplate(compiled, self._known_for(grammar))
+        template = XgrammarTemplate(compiled, known)
         matcher = template.new()
         first: IntArray = np.zeros(self.num_words, dtype=np.int32)
         matcher.fill_mask(first)
@@ -185,29 +185,21 @@ class XgrammarBackend:
             raise BadGrammar(matcher.error or "no output can follow it")
         return template
 
-    def _known_for(self, grammar: Grammar) -> KnownTokens:
-        match grammar.kind:
-            case "json_schema":
-                return self._json_texts[names_control_characters(json.loads(grammar.text))]
-            case "structural_tag":  # beside the JSON there is free text
-                names = _named_tokens(_new_form(grammar.text))
-                ids = [self._ids.get(name, -1) if isinstance(name, str) else name for name in names]
-                return self._json_texts[True].with_ids(ids)
-            case _:
-                return self._texts
-
     def batch(self, matchers: Sequence[Matcher]) -> XgrammarBatch:
         """See `Backend`."""
         return XgrammarBatch(matchers, self)
 
-    def _compiled(self, grammar: Grammar) -> Any:
+    def _compiled(self, grammar: Grammar) -> tuple[Any, KnownTokens]:
+        """The library's own object, and the tokens that may come whatever it says."""
         match grammar.kind:
             case "json_schema":
-                return self._json(read_schema(grammar.text))
+                schema = read_schema(grammar.text)
+                known = self._json_texts[names_control_characters(schema)]
+                return self._json(schema), known
             case "regex":
-                return self._compiler.compile_grammar(ebnf_of_pattern(grammar.text))
+                return self._compiler.compile_grammar(ebnf_of_pattern(grammar.text)), self._texts
             case "ebnf":
-                return self._compiler.compile_grammar(ebnf_of(grammar.text))
+                return self._compiler.compile_grammar(ebnf_of(grammar.text)), self._texts
             case "structural_tag":
                 return self._tag(_new_form(grammar.text))
 
@@ -221,14 +213,18 @@ class XgrammarBackend:
             max_whitespace_cnt=MAX_WHITESPACE if self._any_whitespace else None,
         )
 
-    def _tag(self, document: Any) -> Any:
+    def _tag(self, document: Any) -> tuple[Any, KnownTokens]:
         for part in list(_objects(document)):
             if "json_schema" in part:
                 normalize(part["json_schema"])
                 prepare_schema(part["json_schema"])
             _write_as_rules(part)
-        compiler = self._compiler_for_tokens if _named_tokens(document) else self._compiler
-        return compiler.compile_structural_tag(json.dumps(document))
+        names = _named_tokens(document)
+        compiler = self._compiler_for_tokens if names else self._compiler
+        ids = [self._ids.get(name, -1) if isinstance(name, str) else name for name in names]
+        # Beside the JSON there is free text.
+        known = self._json_texts[True].with_ids(ids)
+        return compiler.compile_structural_tag(json.dumps(document)), known
 
 
 def _message(error: RuntimeError) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class KnownTokens:
         first = np.zeros(32 * len(known), dtype=np.uint8)
         first[: len(texts)] = [text[0] if text else 0 for text in texts]
         after = {
-            byte: anywhere & packed((low <= first) & (first <= high))
+            byte: anywhere & _packed((low <= first) & (first <= high))
             for byte, (low, high) in _SECOND_BYTES.items()
         }
         return cls(texts, anywhere, after)
@@ -65,9 +65,9 @@ class KnownTokens:
 
     def with_ids(self, ids: list[int]) -> KnownTokens:
         """The same, and these ids where no character has begun."""
-        bits = np.zeros(32 * len(self._anywhere), dtype=np.bool_)
-        bits[[index for index in ids if 0 <= index < len(bits)]] = True
-        return KnownTokens(self._texts, self._anywhere | packed(bits), self._after)
+        num_words = len(self._anywhere)
+        named = _mask([index for index in ids if 0 <= index < 32 * num_words], num_words)
+        return KnownTokens(self._texts, self._anywhere | named, self._after)
 
     def _without(self, mask: IntArray) -> KnownTokens:
         """The same but for the ids of a mask."""
@@ -90,19 +90,21 @@ class KnownTokens:
 
 def known_ids(tokenizer: Any, num_words: int) -> IntArray:
     """The ids that are text; the library allows special ones, and ids beyond the tokenizer's."""
-    bits = np.zeros(32 * num_words, dtype=np.bool_)
-    bits[list(tokenizer.get_vocab().values())] = True
-    bits[[index for index, token in tokenizer.added_tokens_decoder.items() if token.special]] = False
-    return packed(bits)
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return _mask(list(tokenizer.get_vocab().values()), num_words) & ~_mask(special, num_words)
 
 
-def _mask_of(matches: Any, texts: list[bytes], num_words: int) -> IntArray:
+def _mask_of(matches: Callable[[bytes], object], texts: list[bytes], num_words: int) -> IntArray:
     """The ids whose text matches."""
+    return _mask([index for index, text in enumerate(texts) if matches(text)], num_words)
+
+
+def _mask(ids: list[int], num_words: int) -> IntArray:
     bits = np.zeros(32 * num_words, dtype=np.bool_)
-    bits[[index for index, text in enumerate(texts) if matches(text)]] = True
-    return packed(bits)
+    bits[ids] = True
+    return _packed(bits)
 
 
-def packed(bits: BoolArray) -> IntArray:
+def _packed(bits: BoolArray) -> IntArray:
     """A mask of 32 ids to the word."""
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -74,11 +74,8 @@ class CpuThreads:
             return
         if now < self._next_look:
             return
-        waited = self._seconds_waited()
+        seconds, waiting = self._look()
         self._next_look = now + max(LOOK_SECONDS, (self._clock() - now) / _MOST_LOOKING)
-        seconds = now - self._looked
-        waiting = (waited - self._waited) / seconds
-        self._looked, self._waited = now, waited
         if waiting > _CROWDED and self._number > 1:
             self._crowded_seconds += seconds
             if self._is_trial or self._crowded_seconds > _CROWDED_SECONDS:
@@ -93,13 +90,20 @@ class CpuThreads:
         else:
             self._pause = FIRST_PAUSE_SECONDS
 
+    def _look(self) -> tuple[float, float]:
+        """The seconds since the last look, and how many threads waited in them, on average."""
+        now, waited = self._clock(), self._seconds_waited()
+        seconds = now - self._looked
+        waiting = (waited - self._waited) / seconds
+        self._looked, self._waited = now, waited
+        return seconds, waiting
+
     def _try(self, number: int) -> None:
         """Use so many threads if they find processors now."""
         self._use(number)
-        began, before = self._clock(), self._seconds_waited()
-        self._rehearse()
         self._looked, self._waited = self._clock(), self._seconds_waited()
-        waiting = (self._waited - before) / (self._looked - began)
+        self._rehearse()
+        _, waiting = self._look()
         if waiting > _CROWDED and number > 1:
             self._give_way(waiting)
         else:
