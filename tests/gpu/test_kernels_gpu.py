@@ -128,6 +128,10 @@ def test_products_of_a_few_rows(
         (2048, 1000, True, False),
         (136, 72, True, True),
         (72, 136, True, False),
+        (4096, 6144, True, False),
+        (4096, 14336, False, True),
+        (5120, 17408, False, True),
+        (14336, 4096, False, False),
     ],
 )
 def test_products_in_graphs(

@@ -402,6 +402,8 @@ if __name__ == "__main__":
             "product qkv 0.5B": product(8, 896, 1152, bias=True),
             "product gate_up 0.5B": product(64, 896, 4864, gated=True),
             "product gate_up 0.5B, many rows": product(128, 896, 4864, gated=True),
+            "product gate_up 8B": product(64, 4096, 14336, gated=True),
+            "product gate_up 8B, many rows": product(128, 4096, 14336, gated=True),
             "product down 0.5B": product(64, 4864, 896, may_split=True),
             "product down 0.6B": product(256, 3072, 1024, may_split=True),
             "rotate and store": rotate_and_store(16, 8, 128),

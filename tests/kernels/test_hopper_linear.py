@@ -33,7 +33,7 @@ def test_random_products(hopper: Any, seed: int, monkeypatch: pytest.MonkeyPatch
     rows, size, outputs = draw.randint(1, 200), 8 * draw.randint(1, 120), draw.randint(1, 150)
     tiling = hopper.ProductTiling(
         rows=draw.choice((64, 128)),
-        outputs=draw.choice((32, 64, 128)),
+        outputs=draw.choice((32, 64, 128, 256)),
         inputs=64 if gated else draw.choice((64, 128)),
         stages=draw.randint(2, 5),
         pieces=1 if gated else draw.choice((1, 1, 2, 4)),

@@ -277,4 +277,36 @@ def test_products_of_small_models_are_tiled_and_those_of_large_ones_are_not() ->
         assert is_tiled(num_rows, 1024, 3072, gated=True)  # the first of Qwen3-0.6B's feed-forward
         assert not is_tiled(num_rows, 896, 151936)  # logits
         assert not is_tiled(num_rows, 4096, 4096, may_split=True)  # Llama-3.1-8B
-        assert not is_tiled(num_rows, 4096, 14336, gated=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "gated", "expected"),
+    [
+        (4096, 6144, False, [False, False, True, False, False]),  # Llama-3.1-8B: queries, keys and values
+        (4096, 14336, True, [True, True, True, True, False]),  # the first product of its feed-forward
+        (5120, 17408, True, [False, False, True, False, False]),  # Qwen3-14B's, wider than all processors
+        (4096, 128256, False, [False, False, False, False, False]),  # logits
+    ],
+)
+def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
+    size: int, num_outputs: int, gated: bool, expected: list[bool]
+) -> None:
+    hopper_linear = pytest.importorskip("tokenmill.kernels.hopper_linear")
+    tilings = [
+        hopper_linear.choose_tiling(rows, size, num_outputs, gated=gated, may_split=False, processors=132)
+        for rows in (8, 32, 64, 128, 129)
+    ]
+    assert [tiling is not None for tiling in tilings] == expected
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_halves_of_a_long_sum(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sum is the product, also for rows that lie apart."""
+    x = torch.randn(rows, 104, dtype=torch.float64)[:, :96]
+    weight = torch.randn(24, 96, dtype=torch.float64)
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, *, out_dtype: bmm(a, b).to(out_dtype))
+    pieces = plain._in_pieces(x, weight)
+    assert pieces.shape == (2, rows, 24)
+    assert pieces.dtype == torch.float32
+    torch.testing.assert_close(pieces.sum(dim=0), (x @ weight.T).float())

@@ -30,11 +30,17 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 # memory decides, and cuBLAS is as fast; with a gated product it would have the activation behind it.
 MOST_WEIGHT_BYTES = 24_000_000
 MOST_GATED_BYTES = 110_000_000
+# With more weights yet, the rows are read too often to be worth it, unless a tile is wide: so wide that all
+# tiles are computed at once, on nearly all processors. In between, the activation still decides.
+WIDE_OUTPUTS = 256
+LEAST_BUSY = 0.7
+# Of a product without activation, a few rows are quicker by tiles up to here.
+MOST_WEIGHT_BYTES_OF_FEW = 80_000_000
 # Programs for each processor: with more, the kernel that follows finds no room to read ahead.
 MOST_BUSY = 0.86
 # So few rows wait for their weights: some programs that read ahead are enough, and of a long sum a few, for
 # they would only take bandwidth from the kernel before. With more rows all processors are to have work.
-FEW_ROWS = 64
+FEW_ROWS, VERY_FEW_ROWS = 64, 32
 ENOUGH_BUSY, ENOUGH_BUSY_LONG = 0.36, 0.2
 LONG_SUM = 4096  # inputs
 SHORT_SUM = 1024  # up to here small tiles are better than pieces
@@ -77,7 +83,7 @@ def choose_tiling(
     if gated:
         return _gated_tiling(num_rows, size, num_outputs, processors)
     if 2 * size * num_outputs > MOST_WEIGHT_BYTES:
-        return None
+        return None if may_split else _tiling_of_few(num_rows, size, num_outputs, processors)
     for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
         programs = triton.cdiv(num_rows, 64) * triton.cdiv(num_outputs, outputs)
         if programs <= MOST_BUSY * processors:
@@ -98,13 +104,30 @@ def _choose_pieces(num_rows: int, size: int, busy: float) -> int:
     return pieces
 
 
-def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
-    if 4 * size * num_outputs > MOST_GATED_BYTES:
+def _tiling_of_few(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
+    """Few rows, but not very few: those take as long as their weights, which cuBLAS reads as fast."""
+    is_alike = VERY_FEW_ROWS < num_rows <= FEW_ROWS and 2 * size * num_outputs <= MOST_WEIGHT_BYTES_OF_FEW
+    if not is_alike or not LEAST_BUSY * processors <= triton.cdiv(num_outputs, 64) <= processors:
         return None
+    return ProductTiling(64, 64, 64, _stages(64, 64, 64))
+
+
+def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
     rows = 64 if num_rows <= FEW_ROWS else 128
+    if 4 * size * num_outputs > MOST_GATED_BYTES:
+        return _large_gated_tiling(rows, num_rows, num_outputs, processors)
     for outputs, most in ((64, MOST_BUSY * processors), (128, processors if rows == 128 else math.inf)):
         if triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs // 2) <= most:
             return ProductTiling(rows, outputs, 64, _stages(rows, outputs, 64))
+    return None
+
+
+def _large_gated_tiling(rows: int, num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
+    busy = triton.cdiv(num_outputs, WIDE_OUTPUTS // 2) / processors
+    if num_rows <= rows and LEAST_BUSY <= busy <= 1:
+        return ProductTiling(rows, WIDE_OUTPUTS, 64, _stages(rows, WIDE_OUTPUTS, 64))
+    if VERY_FEW_ROWS < num_rows <= FEW_ROWS:
+        return ProductTiling(64, 128, 64, _stages(64, 128, 64))
     return None
 
 

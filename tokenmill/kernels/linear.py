@@ -23,6 +23,10 @@ from tokenmill.kernels.operands import Norm
 STREAMED_ROWS = 2
 SMALL_WEIGHT_BYTES = 24_000_000
 MOST_TILED_ROWS = 256
+# A sum over so many times as many inputs as there are outputs is cut into pieces: else there are too few sums
+# for all processors.
+LONG_SUM = 2
+PIECES = 2
 # Rows of a block where every row is to be computed alike: so few that one row alone does not take long.
 BLOCK_ROWS = 64
 
@@ -60,6 +64,8 @@ def _product(
         tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
         if tiled is not None:
             return tiled
+        if may_split and bias_O is None and _is_long(x_NI, weight_OI):
+            return _in_pieces(x_NI, weight_OI)
         y_NO = F.linear(x_NI, weight_OI, bias_O)
     return gated_silu(y_NO) if gated else y_NO
 
@@ -131,6 +137,21 @@ def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     if not (x_NI.is_cuda and x_NI.element_size() == 2 and 0 < len(x_NI) <= STREAMED_ROWS) or is_invariant():
         return False
     return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES
+
+
+def _is_long(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether `_in_pieces` is quicker than a product whose pieces cuBLAS adds up itself."""
+    if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
+        return False
+    num_outputs, size = weight_OI.shape
+    return x_NI.element_size() == 2 and size >= LONG_SUM * num_outputs and size % (8 * PIECES) == 0
+
+
+def _in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """The product as float32 [P, N, O]: the norm that follows adds the pieces up as it reads them."""
+    x_PNI = x_NI.unflatten(1, (PIECES, -1)).transpose(0, 1)
+    weight_PIO = weight_OI.unflatten(1, (PIECES, -1)).permute(1, 2, 0)
+    return torch.bmm(x_PNI, weight_PIO, out_dtype=torch.float32)
 
 
 def _tiled(
