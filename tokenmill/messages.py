@@ -344,6 +344,9 @@ class Runner(Protocol):
     def preparation_seconds(self) -> float:
         """What `prepare` would take; 0: there is nothing to prepare. Steps do not have to wait for it."""
 
+    def rehearse(self) -> None:
+        """Do that part of `prepare` for which the device has to have ended all steps in flight."""
+
     def prepare(self) -> None:
         """Make later steps faster. The device needs steps to run meanwhile."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +29,9 @@ class Runner:
         self._mill = mill
         self._wants = dict(wants)
         self.num_launched = self.num_collected = 0
+        self.now = 0.0
         self.most_in_flight = 0
+        self.in_flight_when_rehearsed: list[int] = []
         self.in_flight_when_prepared: list[int] = []
 
     @property
@@ -38,6 +42,9 @@ class Runner:
     def in_flight(self) -> int:
         return self.num_launched - self.num_collected
 
+    def rehearse(self) -> None:
+        self.in_flight_when_rehearsed.append(self.in_flight)
+
     def prepare(self) -> None:
         self.in_flight_when_prepared.append(self.in_flight)
         self._wants = {at: seconds for at, seconds in self._wants.items() if at > self.num_launched}
@@ -45,6 +52,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         self._mill.launch(plan)
         self.num_launched += 1
+        self.now += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     def sample(self, masks: Any) -> None:
@@ -52,6 +60,7 @@ class Runner:
 
     def collect(self) -> StepResult:
         self.num_collected += 1
+        self.now += 3
         return self._mill.collect()
 
 
@@ -62,8 +71,10 @@ def run_loop(
     depth: int = 2,
     wants: dict[int, float],
     cancelled: Sequence[str] = (),
+    clock: Callable[[], float] | None = time.monotonic,
 ) -> tuple[Runner, dict[str, list[Output]]]:
-    """The runner and the outputs of each request; some are cancelled after the first output."""
+    """The runner and the outputs of each request; some are cancelled after the first output. Without a clock
+    the runner's goes."""
     inbox, outputs, ended = Inbox(), {}, set()
     waiting = list(cancelled)
 
@@ -80,7 +91,8 @@ def run_loop(
     grammars: Any = SimpleNamespace(close=lambda: None)
     runner = Runner(world.mill, depth, wants)
     inbox.put(Submit(requests))
-    Loop(runner, world.scheduler, world.cache, grammars=grammars, inbox=inbox, deliver=deliver).run()  # type: ignore[arg-type]
+    loop: Any = partial(Loop, runner, world.scheduler, world.cache, grammars=grammars)
+    loop(inbox=inbox, deliver=deliver, clock=clock or (lambda: runner.now)).run()
     return runner, outputs
 
 
@@ -94,13 +106,24 @@ def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_req
 
 
 def test_what_takes_less_than_a_step_needs_one_more(harness: Make, make_request: Make) -> None:
-    runner, _ = run_loop(harness(), [make_request("a", [1, 2, 3], 30)], wants={5: 1e-9})
+    requests = [make_request("a", [1, 2, 3], 30)]
+    runner, _ = run_loop(harness(), requests, wants={5: 1e-9}, clock=lambda: 0.0)
     assert runner.in_flight_when_prepared == [3]
+    assert runner.in_flight_when_rehearsed == [1]  # before the steps ahead, which would all have to end
+
+
+def test_launching_ahead_takes_time_of_the_device_too(harness: Make, make_request: Make) -> None:
+    """A step takes four seconds: one to launch, three to take in. Four beside the usual two cover 11 seconds
+    and the five that it takes to launch them."""
+    requests = [make_request("a", [1, 2, 3], 60)]
+    runner, _ = run_loop(harness(), requests, wants={9: 11.0}, clock=None)
+    assert runner.in_flight_when_prepared == [6]
 
 
 def test_one_step_at_a_time_stays_so(harness: Make, make_request: Make) -> None:
     runner, _ = run_loop(harness(), [make_request("a", [1, 2, 3], 30)], depth=1, wants={5: 1.0})
     assert runner.in_flight_when_prepared == [0]
+    assert not runner.in_flight_when_rehearsed  # the device stands still anyway
     assert runner.most_in_flight == 1
 
 
@@ -109,7 +132,8 @@ def test_rows_that_wait_for_their_tokens_put_it_off(
 ) -> None:
     world, late = harness(), [True] * 10
     monkeypatch.setattr(type(world.scheduler), "has_late_rows", property(lambda _: bool(late and late.pop())))
-    runner, _ = run_loop(world, [make_request("a", [1, 2, 3], 30)], wants={5: 1e-9})
+    requests = [make_request("a", [1, 2, 3], 30)]
+    runner, _ = run_loop(world, requests, wants={5: 1e-9}, clock=lambda: 0.0)
     assert runner.in_flight_when_prepared == [3]
     assert not late
 

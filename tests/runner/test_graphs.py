@@ -52,10 +52,10 @@ class MadeGraphs(graphs.DecodeGraphs):
         assert captured is None or captured.end(needs) is not None
         return None if captured is None else captured.num_rows
 
-    def _capture(self, size: int, kind: StepKind) -> Any:
+    def _capture(self, size: int, kind: StepKind, *, is_rehearsal: bool = False) -> Any:
         if size > 16:
             raise torch.OutOfMemoryError
-        self.captured.append(size)
+        self.captured.append(f"rehearsal of {size}" if is_rehearsal else size)
         return graphs._Captured(graphs.Graph(NOTHING, NOTHING, 0.01), size)
 
     def _capture_logits(self, captured: Any) -> Any:
@@ -95,6 +95,15 @@ def test_a_smaller_graph_can_wait(made: MadeGraphs) -> None:
     assert made.size_for(4) == 16  # nothing else was captured
 
 
+def test_kernels_are_loaded_by_a_rehearsal(made: MadeGraphs) -> None:
+    made.rehearse_wanted()
+    assert not made.captured
+    assert [made.size_for(rows) for rows in (9, 2)] == [16, 16]
+    made.rehearse_wanted()
+    made.capture_wanted()
+    assert made.captured == [16, PLAIN, "rehearsal of 2", PLAIN, 2, PLAIN]
+
+
 def test_a_graph_is_not_wanted_forever(made: MadeGraphs) -> None:
     assert [made.size_for(rows) for rows in (9, 2, 2)] == [16, 16, 2]
     assert made.wanted_seconds == 0
@@ -108,6 +117,7 @@ def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
 def test_a_wanted_graph_for_which_there_is_no_memory(made: MadeGraphs) -> None:
     made.size_for(9)
     made._wanted = 24, KIND, PLAIN
+    made.rehearse_wanted()
     made.capture_wanted()
     assert made.wanted_seconds == 0
     assert [made.size_for(rows) for rows in (2, 2, 2)] == [16, 16, 16]

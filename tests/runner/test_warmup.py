@@ -60,7 +60,9 @@ def test_a_scout_runs_every_kind_of_step(
         layout: StepLayout,
         *,
         needed_N: torch.Tensor | None = None,
+        is_rehearsal: bool = False,
     ) -> torch.Tensor:
+        assert not is_rehearsal
         assert 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < 300
         steps.append((layout.num_decodes, list(layout.host_query_lengths), list(layout.host_lengths)))
         return torch.zeros(len(token_ids_T if needed_N is None else needed_N), 64)
@@ -71,7 +73,7 @@ def test_a_scout_runs_every_kind_of_step(
     assert all(max(lengths) <= -(-context_length // 16) * 16 for _, _, lengths in steps)
     decodes = {len(counts) for num_decodes, counts, _ in steps if num_decodes == len(counts)}
     # Prompts of up to 256 tokens are graphs, too, however few rows may run.
-    assert decodes == {1, 2, 4, 8, 64, 128, 192, 256}
+    assert decodes == {1, 2, 4, 8, 32, 64, 128, 192, 256}
     mixed = [counts for num_decodes, counts, _ in steps if 0 < num_decodes < len(counts)]
     assert mixed
     longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}

@@ -86,3 +86,5 @@ class Step:
     # Tokens whose final hidden states are asked for (int64); None: all. What the last layer does after its
     # attention is computed for them only.
     needed_N: torch.Tensor | None = None
+    # The last layer alone: what comes out means nothing, but the kernels of all layers have been launched.
+    is_rehearsal: bool = False

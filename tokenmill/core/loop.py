@@ -6,7 +6,6 @@ Runs the same in a thread or in a process (`launch.py`); only this thread touche
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import time
 from collections import deque
@@ -109,8 +108,9 @@ class Loop:
         )
         # Calls that wait until the requests before them are done, and all that came after the first of them.
         self._held: deque[Message] = deque()
+        self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._step_clock = StepClock()
+        self._step_clock = StepClock(clock)
         self._expected: list[Request] = []  # wait for grammars; the runner is to get ready for them
         self._closing = False
 
@@ -169,20 +169,24 @@ class Loop:
         scheduler, runner = self._scheduler, self._runner
         if scheduler.has_late_rows:
             return
-        most = self._most_ahead()
-        while scheduler.num_in_flight < most and (plan := scheduler.schedule()) is not None:
-            runner.launch(plan)
-            runner.sample(None)
+        if runner.facts.steps_in_flight > 1:
+            runner.rehearse()
+            self._launch_ahead(runner.preparation_seconds)
         self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=True)
         runner.prepare()
 
-    def _most_ahead(self) -> int:
-        """Steps to have in flight before a preparation."""
-        depth = self._runner.facts.steps_in_flight
-        if depth == 1:
-            return 0
-        steps = math.ceil(self._runner.preparation_seconds / self._step_clock.seconds)
-        return min(depth + steps, MOST_STEPS_IN_FLIGHT)
+    def _launch_ahead(self, seconds: float) -> None:
+        """Launch steps until the device has to compute for so long yet, and the usual ones to spare."""
+        scheduler, began = self._scheduler, self._clock()
+        while scheduler.num_in_flight < MOST_STEPS_IN_FLIGHT:
+            num_ahead = scheduler.num_in_flight - self._runner.facts.steps_in_flight
+            if num_ahead * self._step_clock.seconds >= self._clock() - began + seconds:
+                return
+            plan = scheduler.schedule()
+            if plan is None:
+                return
+            self._runner.launch(plan)
+            self._runner.sample(None)
 
     def _draw_guided(self, guided: Sequence[tuple[int, Guide]]) -> None:
         """Draw the newest step under the grammars of these slots; ends requests that are left no token."""

@@ -91,7 +91,7 @@ class CausalDecoder(nn.Module):
         rotation = self.rotary(step.positions_T)
         hidden_TD = self.embed_tokens(tokens_T)
         residual_TD = torch.zeros_like(hidden_TD)
-        for layer in self.layers[:-1]:
+        for layer in self.layers[: 0 if step.is_rehearsal else -1]:
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, step.attention)
         hidden_TD, residual_TD = self.layers[-1](
             hidden_TD, residual_TD, rotation, step.attention, step.needed_N

@@ -16,7 +16,7 @@ class Model(Protocol):
     def forward(self, tokens_T: torch.Tensor, step: Step) -> torch.Tensor:
         """Hidden states [T, D] after the final norm; the step's keys and values are stored on the way.
 
-        `step.attention` must have planned the step.
+        `step.attention` must have planned the step. Of a rehearsal (see `Step`), only the shape is right.
         """
         ...
 

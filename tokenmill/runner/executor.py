@@ -46,25 +46,36 @@ class Executor:
         return self._attention.sharing
 
     def forward(
-        self, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: torch.Tensor | None = None
+        self,
+        token_ids_T: torch.Tensor,
+        layout: StepLayout,
+        *,
+        needed_N: torch.Tensor | None = None,
+        is_rehearsal: bool = False,
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, or [N, hidden] of the needed tokens (int64).
 
-        The keys and values of all tokens are in the pool afterwards.
+        The keys and values of all tokens are in the pool afterwards, unless it `is_rehearsal` (see `Step`).
         """
         with invariant(self._deterministic):
             hidden = self._few_rows.forward(token_ids_T, layout, self._attention, needed_N)
             if hidden is not None:
                 return hidden
             self._attention.plan(layout)
-            return self._model.forward(token_ids_T, Step(layout.positions_T, self._attention, needed_N))
+            step = Step(layout.positions_T, self._attention, needed_N, is_rehearsal)
+            return self._model.forward(token_ids_T, step)
 
     def forward_for_graph(
-        self, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: torch.Tensor | None = None
+        self,
+        token_ids_T: torch.Tensor,
+        layout: StepLayout,
+        *,
+        needed_N: torch.Tensor | None = None,
+        is_rehearsal: bool = False,
     ) -> torch.Tensor:
         """As `forward`, of a step that is captured or compiled for it, by the kernels that are best there."""
         with replayed():
-            return self.forward(token_ids_T, layout, needed_N=needed_N)
+            return self.forward(token_ids_T, layout, needed_N=needed_N, is_rehearsal=is_rehearsal)
 
     def release_pool(self) -> None:
         """Free the keys and values; nothing can run until `restore_pool`."""

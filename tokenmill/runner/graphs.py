@@ -9,6 +9,7 @@ millisecond to capture, and one more launch costs a step 0 to 5 microseconds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 
@@ -69,6 +70,17 @@ class DecodeGraphs:
     def wanted_seconds(self) -> float:
         """What `capture_wanted` would take; 0: no graph is wanted."""
         return 0.0 if self._wanted is None else self._policy.capture_seconds
+
+    def rehearse_wanted(self) -> None:
+        """Let the device load the kernels of what is wanted; it does so only once all that it runs has ended.
+
+        Those of libraries are loaded when they are captured for the first time. One layer has them all.
+        """
+        if self._wanted is None:
+            return
+        size, kind, needs = self._wanted
+        with contextlib.suppress(torch.OutOfMemoryError):  # the capture itself will tell
+            self._capture_draw(self._capture(size, kind, is_rehearsal=True), needs)
 
     def capture_wanted(self) -> None:
         """Capture what larger graphs have stood in for."""
@@ -167,12 +179,17 @@ class DecodeGraphs:
         )
         return min(fitting, key=lambda each: each.num_rows, default=None)
 
-    def _capture(self, size: int, kind: StepKind) -> _Captured:
+    def _capture(self, size: int, kind: StepKind, *, is_rehearsal: bool = False) -> _Captured:
         """Record the step; should it have to run, then on the spare row."""
+
+        def step() -> Forwarded:
+            inputs_FB = self._mailbox.take(size)
+            return decode_forward(self._executor, self._rows, inputs_FB, kind, is_rehearsal=is_rehearsal)
+
         try:
             graph = self._recorder.record(
-                lambda: decode_forward(self._executor, self._rows, self._mailbox.take(size), kind),
-                f"{size} rows, {kind}",
+                step,
+                f"{size} rows, {kind}" + (", for a rehearsal" if is_rehearsal else ""),
                 before_it_runs=lambda: self._mailbox.post(self._rows.blank_inputs(size)),
             )
         finally:
@@ -202,7 +219,9 @@ class DecodeGraphs:
             self._mailbox.settle()
 
 
-def decode_forward(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind) -> Forwarded:
+def decode_forward(
+    executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind: StepKind, *, is_rehearsal: bool = False
+) -> Forwarded:
     """The last token of each row, from what `Rows.decode_inputs` says of it."""
     step = rows.read(inputs_FB)
     layout = rows.decode_layout(step, longest=kind.longest, max_pieces=kind.max_pieces)
@@ -214,7 +233,8 @@ def decode_forward(executor: Executor, rows: Rows, inputs_FB: torch.Tensor, kind
         seeds_R=step.seed_B,
         positions_R=step.drawn_position_B,
     )
-    return Forwarded(executor.forward_for_graph(step.token_id_B, layout), step.slot_B, columns)
+    hidden_BD = executor.forward_for_graph(step.token_id_B, layout, is_rehearsal=is_rehearsal)
+    return Forwarded(hidden_BD, step.slot_B, columns)
 
 
 def decode_logits(executor: Executor, forwarded: Forwarded) -> Unsampled:

@@ -138,13 +138,20 @@ class LocalRunner:
         """See `messages.Runner`."""
         return 0.0 if self._graphs is None else self._graphs.decodes.wanted_seconds
 
+    def rehearse(self) -> None:
+        """Load the kernels of the graph that larger ones have stood in for."""
+        if self._graphs is not None:
+            self._attempt(self._graphs.decodes.rehearse_wanted)
+
     def prepare(self) -> None:
-        """Capture a graph that larger ones have stood in for."""
-        if self._graphs is None:
-            return
+        """Capture that graph."""
+        if self._graphs is not None:
+            self._attempt(self._graphs.decodes.capture_wanted)
+
+    def _attempt(self, capture: Callable[[], None]) -> None:
         try:
             with torch.inference_mode():
-                self._graphs.decodes.capture_wanted()
+                capture()
         except Exception as error:  # a step will tell
             self._quarantine.judge(error)
 
