@@ -95,6 +95,7 @@ def widened(tensor: torch.Tensor | None) -> torch.Tensor | None:
         (4864, 896, False, False),
         (4096, 14336, False, True),
         (14336, 4096, False, False),
+        (4096, 4096, False, False),
         (1001, 77, True, True),
     ],
 )
@@ -132,6 +133,7 @@ def test_products_of_a_few_rows(
         (4096, 14336, False, True),
         (5120, 17408, False, True),
         (14336, 4096, False, False),
+        (4096, 4096, False, False),
     ],
 )
 def test_products_in_graphs(

@@ -299,6 +299,14 @@ def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
     assert [tiling is not None for tiling in tilings] == expected
 
 
+def test_pieces_of_many_rows_fill_the_device() -> None:
+    def fills(rows: int, outputs: int) -> bool:
+        return plain._fill(rows, outputs, 132)
+
+    assert [fills(rows, 4096) for rows in (128, 129, 200, 256)] == [False, True, True, True]
+    assert not any(fills(256, outputs) for outputs in (2560, 3584, 5120, 8192))
+
+
 @pytest.mark.parametrize("rows", [3, 100])
 def test_halves_of_a_long_sum(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sum is the product, also for rows that lie apart."""

@@ -22,8 +22,8 @@ class Costs:
         self.padding = 0.0
         self.num_captures = 0
 
-    def step(self, num_rows: int, kind: str = "plain") -> int:
-        size = self.policy.choose(num_rows, kind)
+    def step(self, num_rows: int, kind: str = "plain", *, may_put_off: bool = False) -> int:
+        size = self.policy.choose(num_rows, kind, may_put_off=may_put_off)
         assert size is not None
         assert size >= num_rows
         if (size, kind) not in self.graphs:
@@ -63,6 +63,16 @@ def test_a_size_that_stays_gets_its_own_graph() -> None:
         for _ in range(200):
             last = costs.step(num_rows)
     assert last == 8
+
+
+def test_a_capture_that_nothing_waits_for_comes_sooner() -> None:
+    steps = {}
+    for may_put_off in (False, True):
+        costs = Costs()
+        costs.step(256)
+        numbers = (costs.step(100, may_put_off=may_put_off) for _ in range(1000))
+        steps[may_put_off] = next(index for index, size in enumerate(numbers) if size == 104)
+    assert 0 < steps[True] < steps[False] / 3 + 1
 
 
 def test_captures_never_cost_more_than_the_padding_before_them() -> None:

@@ -24,9 +24,12 @@ STREAMED_ROWS = 2
 SMALL_WEIGHT_BYTES = 24_000_000
 MOST_TILED_ROWS = 256
 # A sum over so many times as many inputs as there are outputs is cut into pieces: else there are too few sums
-# for all processors.
+# for all processors. So is a shorter one of many rows whose pieces, in squares of so many rows and outputs,
+# are just as many as processors.
 LONG_SUM = 2
 PIECES = 2
+SQUARE = 128
+NEARLY_ALL = 0.9
 # Rows of a block where every row is to be computed alike: so few that one row alone does not take long.
 BLOCK_ROWS = 64
 
@@ -64,7 +67,7 @@ def _product(
         tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
         if tiled is not None:
             return tiled
-        if may_split and bias_O is None and _is_long(x_NI, weight_OI):
+        if may_split and bias_O is None and _is_quicker_in_pieces(x_NI, weight_OI):
             return _in_pieces(x_NI, weight_OI)
         y_NO = F.linear(x_NI, weight_OI, bias_O)
     return gated_silu(y_NO) if gated else y_NO
@@ -139,12 +142,22 @@ def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES
 
 
-def _is_long(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether `_in_pieces` is quicker than a product whose pieces cuBLAS adds up itself."""
+def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether `_in_pieces` is quicker than cuBLAS, which cuts sums, too, but adds the pieces up itself."""
     if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
         return False
+    from tokenmill.kernels.triton_attention import num_processors
+
     num_outputs, size = weight_OI.shape
-    return x_NI.element_size() == 2 and size >= LONG_SUM * num_outputs and size % (8 * PIECES) == 0
+    if x_NI.element_size() != 2 or size % (8 * PIECES):
+        return False
+    return size >= LONG_SUM * num_outputs or _fill(len(x_NI), num_outputs, num_processors(x_NI.device))
+
+
+def _fill(num_rows: int, num_outputs: int, processors: int) -> bool:
+    """Whether the pieces of many rows are as many squares as can be computed at once."""
+    squares = PIECES * -(-num_rows // SQUARE) * -(-num_outputs // SQUARE)
+    return num_rows > SQUARE and NEARLY_ALL * processors <= squares <= processors
 
 
 def _in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,20 @@ from collections.abc import Hashable, Sequence
 
 # A first guess of what a capture costs; each capture tells better.
 _CAPTURE_SECONDS = 0.05
+# Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), what it still stands
+# still for: the loading of kernels.
+_SHARE_WAITED_FOR = 0.3
 # What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
 _FLOPS_PER_SECOND = 4e14
 _MIN_ROW_SECONDS = 1e-6
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes worth a graph: dense where a padded row costs most of a step's time, sparse above."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    """Sizes worth a graph: dense where a padded row costs most of a step's time, sparse above.
+
+    Products of libraries come in steps of eight rows.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, most, 64)]
     return [size for size in sizes if size < most] + [most]
 
 
@@ -30,7 +36,7 @@ def row_seconds(num_parameters: int) -> float:
 class CapturePolicy:
     """Chooses the size of graph for each step, from what was captured so far.
 
-    Time that padding took is added up; when it exceeds the time of a capture, the size at hand is wanted.
+    Time that padding took is added up; when it exceeds what a capture costs, the size at hand is wanted.
     So captures cost no more than the padding before them, and no batch is padded for long. With no graph
     that is large enough, one is captured at the next power of two, so that a batch that grows row by row
     does not stop at every size. Graphs of different `kind` cannot stand in for each other.
@@ -45,15 +51,19 @@ class CapturePolicy:
         self.may_capture = True  # whether the device has memory for it, as far as is known
         self.capture_seconds = _CAPTURE_SECONDS  # what a capture takes, by the last one
 
-    def choose(self, num_rows: int, kind: Hashable) -> int | None:
-        """The size to use; if it is not captured yet, it is wanted now. None: no graph can be had."""
+    def choose(self, num_rows: int, kind: Hashable, *, may_put_off: bool = False) -> int | None:
+        """The size to use; if it is not captured yet, it is wanted now. None: no graph can be had.
+
+        `may_put_off`: where another graph serves, the capture can come when nothing waits for it.
+        """
         exact, best = at_least(self._sizes, num_rows), self.serving(num_rows, kind)
         if best == exact or not self.may_capture:
             return best
         if best is None:
             return at_least(self._doubling, num_rows)
         self._padding_seconds += (best - exact) * self._row_seconds
-        if self._padding_seconds < self.capture_seconds:
+        share = _SHARE_WAITED_FOR if may_put_off else 1.0
+        if self._padding_seconds < share * self.capture_seconds:
             return best
         self._padding_seconds = 0.0
         return exact

@@ -124,10 +124,11 @@ class DecodeGraphs:
         now, unless another serves: then there is time for it at `capture_wanted`, but only until the policy
         wants one again, and none for late steps (no needs): nothing is launched before they are drawn.
         """
-        size = self._policy.choose(num_rows, kind)
+        may_put_off = self._wanted is None and needs is not None
+        size = self._policy.choose(num_rows, kind, may_put_off=may_put_off)
         if size is not None and (size, kind) not in self._graphs:
             serving = self._policy.serving(num_rows, kind)
-            if serving is not None and self._wanted is None and needs is not None:
+            if serving is not None and may_put_off and needs is not None:
                 self._wanted, size = (size, kind, needs), serving
             else:
                 self._wanted = None
