@@ -91,6 +91,7 @@ def decode_calls(
         attend = partial(triton_decode.decode, q, scale=scale, window=None, longest=context, out_RHD=out)
     else:
         runs = triton_balanced.plan_runs(caches[0].lengths_R, shape, longest=context)
+        torch.cuda.synchronize()  # the launches below read the runs at once, for they are not new to them
         attend = partial(triton_balanced.decode, q, runs=runs, scale=scale, out_RHD=out, are_new=False)
     return [partial(attend, rows=rows) for rows in caches] * (4 if num_caches < 8 else 1)
 
