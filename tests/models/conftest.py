@@ -88,7 +88,7 @@ class TinyEngine:
         )
         self._lengths = [0] * num_rows
 
-    def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def step(self, tokens: Sequence[Sequence[int]], *, is_rehearsal: bool = False) -> list[torch.Tensor]:
         """Feed each row its next tokens; logits [tokens, V] of each. All rows decode if each has one token
         and a past."""
         starts = self._lengths
@@ -112,7 +112,8 @@ class TinyEngine:
         )
         with torch.inference_mode():
             flat = torch.tensor([token for row in tokens for token in row])
-            hidden_TD = self._model.forward(flat, Step(positions, self._attention))
+            step = Step(positions, self._attention, is_rehearsal=is_rehearsal)
+            hidden_TD = self._model.forward(flat, step)
             return list(self._model.logits(hidden_TD).split(counts))
 
     def greedy(

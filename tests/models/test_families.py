@@ -178,6 +178,19 @@ def test_greedy_tokens_are_the_same(name: str, save_checkpoint: Save, open_engin
     assert open_engine(folder, num_rows=2).greedy(twins, 64, chunk=9) == expected
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_rehearsal_is_the_last_layer_alone(family: str, save_checkpoint: Save, open_engine: Open) -> None:
+    """As if the others were not there, on their output: the embedding."""
+    folder, reference = save_checkpoint(family)
+    prompt = [5, 9, 17, 2, 30]
+    (rehearsed,) = open_engine(folder).step([prompt], is_rehearsal=True)
+    reference.model.layers = reference.model.layers[-1:]
+    reference.config.num_hidden_layers = 1
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt]), use_cache=False).logits[0]
+    torch.testing.assert_close(rehearsed, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_scalings_by_length_agree_beyond_the_original_context(
     name: str, save_checkpoint: Save, open_engine: Open

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 
 # A first guess of what a capture costs; each capture tells better.
 _CAPTURE_SECONDS = 0.05
-# Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), what it still stands
-# still for: the loading of kernels.
+# Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), the share that steps
+# wait for all the same: the loading of kernels.
 _SHARE_WAITED_FOR = 0.3
 # What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
 _FLOPS_PER_SECOND = 4e14
