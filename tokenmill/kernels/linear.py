@@ -147,9 +147,10 @@ def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
         return False
     from tokenmill.kernels.triton_attention import num_processors
+    from tokenmill.kernels.triton_overlap import is_hopper_or_later
 
     num_outputs, size = weight_OI.shape
-    if x_NI.element_size() != 2 or size % (8 * PIECES):
+    if x_NI.element_size() != 2 or size % (8 * PIECES) or not is_hopper_or_later(x_NI.device):
         return False
     return size >= LONG_SUM * num_outputs or _fill(len(x_NI), num_outputs, num_processors(x_NI.device))
 

@@ -21,12 +21,13 @@ ENABLED = True
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
     """Arguments for launching a kernel that has a parameter OVERLAP and passes it to the functions below."""
-    overlap = ENABLED and device.type == "cuda" and _is_hopper_or_later(device)
+    overlap = ENABLED and device.type == "cuda" and is_hopper_or_later(device)
     return {"OVERLAP": overlap, "launch_pdl": overlap}
 
 
 @cache
-def _is_hopper_or_later(device: torch.device) -> bool:
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Whether it is a GPU of NVIDIA's, of compute capability 9 or more."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
