@@ -26,7 +26,7 @@ MOST_TILED_ROWS = 256
 # A sum over so many times as many inputs as there are outputs is cut into pieces: else there are too few sums
 # for all processors. So is a shorter one of many rows whose pieces, in squares of so many rows and outputs,
 # are just as many as processors.
-LONG_SUM = 2
+INPUTS_PER_OUTPUT = 2
 PIECES = 2
 SQUARE = 128
 NEARLY_ALL = 0.9
@@ -142,9 +142,13 @@ def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES
 
 
+def _are_some_rows_of_a_graph(x_NI: torch.Tensor) -> bool:
+    return x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()
+
+
 def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether `_in_pieces` is quicker than cuBLAS, which cuts sums, too, but adds the pieces up itself."""
-    if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
+    if not _are_some_rows_of_a_graph(x_NI):
         return False
     from tokenmill.kernels.triton_attention import num_processors
     from tokenmill.kernels.triton_overlap import is_hopper_or_later
@@ -152,7 +156,9 @@ def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     num_outputs, size = weight_OI.shape
     if x_NI.element_size() != 2 or size % (8 * PIECES) or not is_hopper_or_later(x_NI.device):
         return False
-    return size >= LONG_SUM * num_outputs or _fill(len(x_NI), num_outputs, num_processors(x_NI.device))
+    return size >= INPUTS_PER_OUTPUT * num_outputs or _fill(
+        len(x_NI), num_outputs, num_processors(x_NI.device)
+    )
 
 
 def _fill(num_rows: int, num_outputs: int, processors: int) -> bool:
@@ -177,7 +183,7 @@ def _tiled(
     may_split: bool,
 ) -> torch.Tensor | None:
     """The product by our own tiles, where they are known to be faster. They are slow to launch."""
-    if not (x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()):
+    if not _are_some_rows_of_a_graph(x_NI):
         return None
     from tokenmill.kernels.triton_attention import has_hopper_kernels, num_processors
 
