@@ -35,7 +35,8 @@ MOST_GATED_BYTES = 110_000_000
 WIDE_OUTPUTS = 256
 LEAST_BUSY = 0.7
 # Of a product without activation, a few rows are quicker by tiles up to here.
-MOST_WEIGHT_BYTES_OF_FEW = 80_000_000
+MOST_WEIGHT_BYTES_OF_FEW = 120_000_000
+ENOUGH_BUSY_OF_FEW, ENOUGH_BUSY_OF_FEW_LONG = 0.4, 0.6
 # Programs for each processor: with more, the kernel that follows finds no room to read ahead.
 MOST_BUSY = 0.86
 # So few rows wait for their weights: some programs that read ahead are enough, and of a long sum a few, for
@@ -83,7 +84,7 @@ def choose_tiling(
     if gated:
         return _gated_tiling(num_rows, size, num_outputs, processors)
     if 2 * size * num_outputs > MOST_WEIGHT_BYTES:
-        return None if may_split else _tiling_of_few(num_rows, size, num_outputs, processors)
+        return _tiling_of_few(num_rows, size, num_outputs, processors, may_split=may_split)
     for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
         programs = triton.cdiv(num_rows, 64) * triton.cdiv(num_outputs, outputs)
         if programs <= MOST_BUSY * processors:
@@ -104,12 +105,20 @@ def _choose_pieces(num_rows: int, size: int, busy: float) -> int:
     return pieces
 
 
-def _tiling_of_few(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
+def _tiling_of_few(
+    num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
+) -> ProductTiling | None:
     """Few rows, but not very few: those take as long as their weights, which cuBLAS reads as fast."""
-    is_alike = VERY_FEW_ROWS < num_rows <= FEW_ROWS and 2 * size * num_outputs <= MOST_WEIGHT_BYTES_OF_FEW
-    if not is_alike or not LEAST_BUSY * processors <= triton.cdiv(num_outputs, 64) <= processors:
+    if not VERY_FEW_ROWS < num_rows <= FEW_ROWS or 2 * size * num_outputs > MOST_WEIGHT_BYTES_OF_FEW:
         return None
-    return ProductTiling(64, 64, 64, _stages(64, 64, 64))
+    busy = triton.cdiv(num_outputs, 64) / processors
+    if not may_split:
+        return ProductTiling(64, 64, 64, _stages(64, 64, 64)) if LEAST_BUSY <= busy <= 1 else None
+    enough = ENOUGH_BUSY_OF_FEW_LONG if size > LONG_SUM else ENOUGH_BUSY_OF_FEW
+    for pieces, most in ((1, 1.0), (2, 1.0), (4, MOST_BUSY)):
+        if enough <= busy * pieces <= most:
+            return ProductTiling(64, 64, 128, _stages(64, 64, 128), pieces)
+    return None
 
 
 def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
