@@ -276,27 +276,39 @@ def test_products_of_small_models_are_tiled_and_those_of_large_ones_are_not() ->
         assert is_tiled(num_rows, 4864, 896, may_split=True)  # its last product
         assert is_tiled(num_rows, 1024, 3072, gated=True)  # the first of Qwen3-0.6B's feed-forward
         assert not is_tiled(num_rows, 896, 151936)  # logits
-        assert not is_tiled(num_rows, 4096, 4096, may_split=True)  # Llama-3.1-8B
 
 
 @pytest.mark.parametrize(
-    ("size", "num_outputs", "gated", "expected"),
+    ("size", "num_outputs", "kind", "expected"),
     [
-        (4096, 6144, False, [False, False, True, False, False]),  # Llama-3.1-8B: queries, keys and values
-        (4096, 14336, True, [True, True, True, True, False]),  # the first product of its feed-forward
-        (5120, 17408, True, [False, False, True, False, False]),  # Qwen3-14B's, wider than all processors
-        (4096, 128256, False, [False, False, False, False, False]),  # logits
+        (4096, 6144, "plain", [0, 0, 1, 0, 0]),  # Llama-3.1-8B: queries, keys and values
+        (4096, 4096, "split", [0, 0, 1, 0, 0]),  # its output
+        (4096, 14336, "gated", [1, 1, 1, 1, 0]),  # the first product of its feed-forward
+        (14336, 4096, "split", [0, 0, 2, 0, 0]),  # the last
+        (8960, 1536, "split", [0, 0, 4, 0, 0]),  # that of Qwen2.5-1.5B
+        (
+            8192,
+            2048,
+            "split",
+            [0, 0, 0, 0, 0],
+        ),  # that of Llama-3.2-1B, of which four pieces would be too many
+        (5120, 17408, "gated", [0, 0, 1, 0, 0]),  # Qwen3-14B's first, wider than all processors
+        (17408, 5120, "split", [0, 0, 0, 0, 0]),  # its last, too large
+        (4096, 128256, "plain", [0, 0, 0, 0, 0]),  # logits
     ],
 )
 def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
-    size: int, num_outputs: int, gated: bool, expected: list[bool]
+    size: int, num_outputs: int, kind: str, expected: list[int]
 ) -> None:
+    """In so many pieces; none: they are not."""
     hopper_linear = pytest.importorskip("tokenmill.kernels.hopper_linear")
     tilings = [
-        hopper_linear.choose_tiling(rows, size, num_outputs, gated=gated, may_split=False, processors=132)
+        hopper_linear.choose_tiling(
+            rows, size, num_outputs, gated=kind == "gated", may_split=kind == "split", processors=132
+        )
         for rows in (8, 32, 64, 128, 129)
     ]
-    assert [tiling is not None for tiling in tilings] == expected
+    assert [0 if tiling is None else tiling.pieces for tiling in tilings] == expected
 
 
 def test_pieces_of_many_rows_fill_the_device() -> None:
