@@ -20,7 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-import models
+import more_models
+
 import tokenmill
 import workloads
 
@@ -76,15 +77,15 @@ def results_of(
     """(workload, facts of the engine, figures) for each result on one model."""
     override = {"num_hidden_layers": options.layers} if options.layers else {}
     with tempfile.TemporaryDirectory() as folder:
-        models.write(folder)
+        path = more_models.write(Path(folder), model)
         has_grammar = "w5_grammar" in options.workloads
         if has_grammar:
             import made_tokenizer
 
-            made_tokenizer.write(Path(folder) / model, TOKENIZER_SIZE)
+            made_tokenizer.write(path, TOKENIZER_SIZE)
         start = time.perf_counter()
         engine = tokenmill.Engine(
-            model_path=str(Path(folder) / model),
+            model_path=str(path),
             skip_tokenizer_init=not has_grammar,
             load_format="dummy",
             json_model_override_args=override,
@@ -134,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=list(models.CONFIGS), default=["Qwen3-0.6B"])
+    parser.add_argument("--models", nargs="+", choices=list(more_models.CONFIGS), default=["Qwen3-0.6B"])
     parser.add_argument("--workloads", nargs="+", choices=list(workloads.RUNNERS), default=DEFAULT_WORKLOADS)
     parser.add_argument("--layers", type=int, help="make the models this short, for a machine without a GPU")
     parser.add_argument("--arguments", default="{}", help="more arguments of Engine, as a JSON object")
