@@ -11,7 +11,7 @@ from tokenmill.layers.linear import can_pack
 
 KERNELS = native.library(torch.bfloat16)
 TILED = KERNELS is not None and native_calls.most_tiled_rows(KERNELS) > 0
-NAMES = ["product_of_row", "product_in_tiles"] if TILED else ["product_of_row"]
+NAMES = ["product_of_rows", "product_in_tiles"] if TILED else ["product_of_rows"]
 pytestmark = [
     pytest.mark.cpu,
     pytest.mark.skipif(KERNELS is None, reason="there is no C compiler"),
@@ -48,7 +48,7 @@ def test_columns_of_any_width(num_outputs: int, num_inputs: int, width: int) -> 
     assert KERNELS is not None
     weight = numbers(num_outputs, num_inputs)
     for name in NAMES:
-        for num_rows in (1,) if name == "product_of_row" else (1, 2, 15, 16, 17, 31, 32):
+        for num_rows in (1, 2, 3, 4, 5, 15, 16, 17, 31, 32):
             x = numbers(num_rows, num_inputs)
             for bias in (None, numbers(num_outputs)):
                 ours = native_calls.product(KERNELS, name, x, in_columns(weight, width), bias)
@@ -56,14 +56,30 @@ def test_columns_of_any_width(num_outputs: int, num_inputs: int, width: int) -> 
                 assert_close(ours, x, weight, bias)
 
 
-@pytest.mark.skipif(not TILED, reason="this machine has no tiles")
-def test_tiles_sum_a_row_alone_as_in_company() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_summed_alone_as_in_company(name: str) -> None:
     assert KERNELS is not None
     x, weight = numbers(32, 1024), in_columns(numbers(500, 1024), 32)
-    whole = native_calls.product(KERNELS, "product_in_tiles", x, weight, None)
+    whole = native_calls.product(KERNELS, name, x, weight, None)
     for row in range(32):
-        alone = native_calls.product(KERNELS, "product_in_tiles", x[row : row + 1], weight, None)
+        alone = native_calls.product(KERNELS, name, x[row : row + 1], weight, None)
         assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.skipif(not packed.streams_many_rows(), reason="this machine has no such instructions, or tiles")
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1000, 384), (77, 512), (4000, 64)])
+def test_streamed_rows_have_the_bits_of_sums_that_onednn_does_not_cut(
+    num_outputs: int, num_inputs: int
+) -> None:
+    """So that a row's numbers do not depend on how many others there are."""
+    weight, bias = numbers(num_outputs, num_inputs), numbers(num_outputs)
+    packed_weight = packed.pack(weight)
+    columns = packed.columns(packed_weight, weight)
+    assert columns is not None
+    for num_rows in (1, 3, 8, 20, 32, 33, 100):
+        x = numbers(num_rows, num_inputs)
+        streamed = packed.product(x, packed_weight, bias, columns, any_rows=True)
+        assert torch.equal(streamed, packed.product(x, packed_weight, bias))
 
 
 @PACKS

@@ -19,7 +19,7 @@ from tokenmill.kernels.tape import recorded, run
 # The structs of cpu.c by the names of the functions: P addresses, l whole numbers, f floats, in their order.
 _ARGUMENTS = {
     "look_up": Struct("3P3l"),
-    "product_of_row": Struct("4P5l"),
+    "product_of_rows": Struct("4P5l"),
     "product_in_tiles": Struct("4P5l"),
     "product_of_floats": Struct("4P5l"),
     "widen_rows": Struct("2P2l"),
@@ -81,6 +81,13 @@ def most_tiled_rows(kernels: ctypes.CDLL) -> int:
 
 
 @cache
+def most_streamed_rows(kernels: ctypes.CDLL) -> int:
+    """The most rows for which `product_of_rows` is quicker than oneDNN; with instructions for bfloat16 many,
+    and then any number is about as quick."""
+    return int(kernels.most_streamed_rows())
+
+
+@cache
 def width_for_floats(kernels: ctypes.CDLL) -> int:
     """The width of columns for `product_of_floats`; 0: this machine has none (AVX2 alone does)."""
     return int(kernels.width_for_floats())
@@ -91,8 +98,8 @@ def product(
 ) -> torch.Tensor:
     """`x W^T + b` of contiguous rows in bfloat16, summed in float32, by one of two kernels.
 
-    Inputs are whole tiles of 32, columns 16, 32, 48 or 64 wide. Tiles sum in the same order however many rows
-    there are.
+    Inputs are whole tiles of 32, columns 16, 32, 48 or 64 wide. Each kernel sums in the same order however
+    many rows there are.
     """
     return _product(kernels, name, x_NI, weight, bias_O, dtype=x_NI.dtype)
 

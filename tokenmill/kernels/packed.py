@@ -28,6 +28,15 @@ def has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def streams_many_rows() -> bool:
+    """Whether rows of bfloat16 are streamed as quickly as oneDNN multiplies them, however many they are. Sums
+    that oneDNN does not cut have the same bits then."""
+    kernels = native.library(torch.bfloat16)
+    if kernels is None or native_calls.most_tiled_rows(kernels):
+        return False
+    return native_calls.most_streamed_rows(kernels) > 1
+
+
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
     """The weight in oneDNN's order for products of few rows."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _EXPECTED_ROWS)
@@ -39,14 +48,16 @@ def product(
     packed: torch.Tensor,
     bias_O: torch.Tensor | None,
     columns: ColumnWeight | None = None,
+    *,
+    any_rows: bool = False,
 ) -> torch.Tensor:
-    """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed."""
+    """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed, or `any_rows`."""
     kernels = None if columns is None else native.for_tensor(x_NI)
-    if columns is not None and kernels is not None:
-        if 0 < len(x_NI) <= native_calls.most_tiled_rows(kernels):
+    if columns is not None and kernels is not None and len(x_NI):
+        if len(x_NI) <= native_calls.most_tiled_rows(kernels) and not any_rows:
             return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
-        if len(x_NI) == 1:
-            return native_calls.product(kernels, "product_of_row", x_NI.contiguous(), columns, bias_O)
+        if len(x_NI) <= native_calls.most_streamed_rows(kernels) or any_rows:
+            return native_calls.product(kernels, "product_of_rows", x_NI.contiguous(), columns, bias_O)
     num_rows, padded = len(x_NI), padded_rows(len(x_NI), packed.numel())
     if padded > num_rows:
         x_NI = F.pad(x_NI, (0, 0, 0, padded - num_rows))

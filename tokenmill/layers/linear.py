@@ -21,7 +21,8 @@ from tokenmill.layers.norm import RMSNorm
 
 # oneDNN cuts long sums in 16 bits into pieces, and where depends on the number of rows: an answer would
 # change with its neighbours in the batch. Small products go in blocks of always as many rows, which costs
-# them next to nothing; large ones would take up to twice as long. There few rows are streamed.
+# them next to nothing, or are all streamed; large ones would take up to twice as long. There few rows are
+# streamed.
 _LONGEST_WHOLE_SUM = 512
 _SMALL_WEIGHT_BYTES = 2**20
 
@@ -108,15 +109,17 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight_OI = plain.weight.detach()
         self._narrow = narrow.narrowed(weight_OI)
-        self._columns, self._goes_in_blocks = None, False
+        self._columns, self._goes_in_blocks, self._is_streamed = None, False, False
         if self._narrow is not None:
             weight = self._narrow.numbers[: weight_OI.numel()]  # without what fills its last column
         else:
             weight = packed.pack(weight_OI)
             has_pieces = weight_OI.element_size() == 2 and weight_OI.shape[1] > _LONGEST_WHOLE_SUM
-            self._goes_in_blocks = has_pieces and weight_OI.nbytes <= _SMALL_WEIGHT_BYTES
-            if has_pieces and not self._goes_in_blocks:
+            wants_blocks = has_pieces and weight_OI.nbytes <= _SMALL_WEIGHT_BYTES
+            if packed.streams_many_rows() or (has_pieces and not wants_blocks):
                 self._columns = packed.columns(weight, weight_OI)
+            self._is_streamed = wants_blocks and self._columns is not None
+            self._goes_in_blocks = wants_blocks and not self._is_streamed
         # In a tuple, so that it is no module of the model's.
         self._tied = (plain,) if isinstance(plain, TiedLinear) else None
         self._parts = {} if isinstance(plain, TiedLinear) else plain.parts
@@ -133,7 +136,7 @@ class PackedLinear(nn.Module):
             return self._narrow.product(x_NI, self.bias)
         if self._goes_in_blocks or is_invariant():
             return in_blocks(x_NI, lambda block_NI: packed.product(block_NI, self.weight, self.bias))
-        return packed.product(x_NI, self.weight, self.bias, self._columns)
+        return packed.product(x_NI, self.weight, self.bias, self._columns, any_rows=self._is_streamed)
 
     def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
         """See `Linear.addend`; here it is never in pieces."""

@@ -81,7 +81,7 @@ class FewRows:
                 hidden_RD = self._model.forward(token_ids_R, Step(layout.positions_T, attention))
         except NotRecordable as error:
             _log.debug("steps of %d rows are not recorded, because of %s", len(token_ids_R), error)
-            self._most_rows = 1 if len(token_ids_R) > 1 else 0  # one row may have kernels that more have not
+            self._most_rows = len(token_ids_R) // 2  # fewer rows may have kernels that more have not
             return None
         return _Recorded(tape, token_ids_R, layout, hidden_RD)
 
