@@ -50,8 +50,8 @@ def names_in(trace: Path) -> set[str]:
 
 def shows_steps(trace: Path) -> bool:
     """Whether products with weights are in a trace, by whichever kernel this machine has for them."""
-    kernels = {"mkldnn::_linear_pointwise", "aten::linear", "tokenmill::product_of_floats"}
-    return not names_in(trace).isdisjoint(kernels)
+    ours = {f"tokenmill::product_{how}" for how in ("of_floats", "of_rows", "in_tiles")}
+    return not names_in(trace).isdisjoint({"mkldnn::_linear_pointwise", "aten::linear", *ours})
 
 
 @pytest.mark.parametrize("core_process", [False, True])

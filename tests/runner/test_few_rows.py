@@ -148,8 +148,13 @@ def test_an_update_begins_without_recorded_steps(make_model: Make, monkeypatch: 
         recorded.append(num_recorded())
         return update(self, **given)
 
+    def all_passes() -> list[FewRows]:
+        return [each for each in gc.get_objects() if type(each) is FewRows]
+
+    others = all_passes()  # of engines that other tests left running
+
     def num_recorded() -> int:
-        return sum(len(each._recorded) for each in gc.get_objects() if type(each) is FewRows)
+        return sum(len(each._recorded) for each in all_passes() if not any(each is other for other in others))
 
     monkeypatch.setattr(Weights, "update_from_disk", watched)
     folder = make_model("llama", dtype="bfloat16", **SIZES)
@@ -181,8 +186,9 @@ def test_steps_are_recorded_again_after_weights_that_cannot_be(make_model: Make,
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_ever(make_model: Make, replays: list[bool]) -> None:
-    """Products with weights of float32 are oneDNN's, and small ones of bfloat16, where it has these."""
-    small = {"dtype": "bfloat16"} if packed.has_bfloat16() else {"dtype": "float32"}
+    """Products with weights of float32 are oneDNN's, and small ones of bfloat16, where they are not streamed."""
+    is_onednn = packed.has_bfloat16() and not packed.streams_many_rows()
+    small = {"dtype": "bfloat16" if is_onednn else "float32"}
     for settings in (small, {"dtype": "float32", **SIZES}):
         with sgl.Engine(
             model_path=str(make_model("llama", **settings)),
