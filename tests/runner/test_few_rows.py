@@ -186,7 +186,7 @@ def test_steps_are_recorded_again_after_weights_that_cannot_be(make_model: Make,
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_ever(make_model: Make, replays: list[bool]) -> None:
-    """Products with weights of float32 are oneDNN's, and small ones of bfloat16, where they are not streamed."""
+    """Products with weights of float32 are oneDNN's, and small ones of bfloat16 that are not streamed."""
     is_onednn = packed.has_bfloat16() and not packed.streams_many_rows()
     small = {"dtype": "bfloat16" if is_onednn else "float32"}
     for settings in (small, {"dtype": "float32", **SIZES}):
