@@ -75,9 +75,8 @@ def results_of(
     model: str, options: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """(workload, facts of the engine, figures) for each result on one model."""
-    override = {"num_hidden_layers": options.layers} if options.layers else {}
     with tempfile.TemporaryDirectory() as folder:
-        path = more_models.write(Path(folder), model)
+        path = more_models.write(Path(folder), model, layers=options.layers)
         has_grammar = "w5_grammar" in options.workloads
         if has_grammar:
             import made_tokenizer
@@ -88,7 +87,6 @@ def results_of(
             model_path=str(path),
             skip_tokenizer_init=not has_grammar,
             load_format="dummy",
-            json_model_override_args=override,
             **json.loads(options.arguments),
         )
         with engine:

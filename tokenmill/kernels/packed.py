@@ -51,10 +51,11 @@ def product(
     *,
     any_rows: bool = False,
 ) -> torch.Tensor:
-    """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed, or `any_rows`."""
+    """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed, or `any_rows`, which
+    is for machines that stream many."""
     kernels = None if columns is None else native.for_tensor(x_NI)
     if columns is not None and kernels is not None and len(x_NI):
-        if len(x_NI) <= native_calls.most_tiled_rows(kernels) and not any_rows:
+        if len(x_NI) <= native_calls.most_tiled_rows(kernels):
             return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
         if len(x_NI) <= native_calls.most_streamed_rows(kernels) or any_rows:
             return native_calls.product(kernels, "product_of_rows", x_NI.contiguous(), columns, bias_O)

@@ -109,17 +109,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight_OI = plain.weight.detach()
         self._narrow = narrow.narrowed(weight_OI)
-        self._columns, self._goes_in_blocks, self._is_streamed = None, False, False
+        self._columns, self._is_small_and_cut = None, False
         if self._narrow is not None:
             weight = self._narrow.numbers[: weight_OI.numel()]  # without what fills its last column
         else:
             weight = packed.pack(weight_OI)
             has_pieces = weight_OI.element_size() == 2 and weight_OI.shape[1] > _LONGEST_WHOLE_SUM
-            wants_blocks = has_pieces and weight_OI.nbytes <= _SMALL_WEIGHT_BYTES
-            if packed.streams_many_rows() or (has_pieces and not wants_blocks):
+            self._is_small_and_cut = has_pieces and weight_OI.nbytes <= _SMALL_WEIGHT_BYTES
+            if packed.streams_many_rows() or (has_pieces and not self._is_small_and_cut):
                 self._columns = packed.columns(weight, weight_OI)
-            self._is_streamed = wants_blocks and self._columns is not None
-            self._goes_in_blocks = wants_blocks and not self._is_streamed
         # In a tuple, so that it is no module of the model's.
         self._tied = (plain,) if isinstance(plain, TiedLinear) else None
         self._parts = {} if isinstance(plain, TiedLinear) else plain.parts
@@ -134,9 +132,9 @@ class PackedLinear(nn.Module):
         """[N, I] -> [N, O]"""
         if self._narrow is not None:
             return self._narrow.product(x_NI, self.bias)
-        if self._goes_in_blocks or is_invariant():
+        if is_invariant() or (self._is_small_and_cut and self._columns is None):
             return in_blocks(x_NI, lambda block_NI: packed.product(block_NI, self.weight, self.bias))
-        return packed.product(x_NI, self.weight, self.bias, self._columns, any_rows=self._is_streamed)
+        return packed.product(x_NI, self.weight, self.bias, self._columns, any_rows=self._is_small_and_cut)
 
     def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
         """See `Linear.addend`; here it is never in pieces."""
