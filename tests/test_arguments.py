@@ -62,8 +62,11 @@ def test_every_name_of_sglang_is_known() -> None:
 def test_defaults_of_sglang_are_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     config = resolve(model_path="a/b", **SGLANG["defaults"] | SGLANG["newer_defaults"])
     assert warnings_of(caplog) == []
-    # False given explicitly asks for cumulative chunks; log_level's default there is "info".
-    assert config == EngineConfig(model_path="a/b", cumulative_stream=True, log_level="info")
+    # False given explicitly asks for cumulative chunks; log_level's default there is "info", and the order
+    # of requests is the one they come in.
+    assert config == EngineConfig(
+        model_path="a/b", cumulative_stream=True, log_level="info", schedule_policy="fcfs"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SGLANG["defaults"] | SGLANG["newer_defaults"]))

@@ -402,7 +402,7 @@ _POLICIES_WITH_PRIORITIES = ("fcfs", "lof")
 def _check_priorities(config: EngineConfig) -> None:
     """Raise for an order that priorities cannot refine; warn about what has no effect without them."""
     if config.enable_priority_scheduling:
-        if config.schedule_policy not in _POLICIES_WITH_PRIORITIES:
+        if config.schedule_policy not in (None, *_POLICIES_WITH_PRIORITIES):
             allowed = " or ".join(map(repr, _POLICIES_WITH_PRIORITIES))
             raise InvalidArgument(
                 f"enable_priority_scheduling needs schedule_policy {allowed}, got "

@@ -62,8 +62,8 @@ class EngineConfig:
     page_size: int = _arg(16, "tokens per key/value page")
     max_running_requests: int | None = _arg(None, "requests decoded at the same time")
     chunked_prefill_size: int | None = _arg(None, "tokens computed in one step; -1: no chunks")
-    schedule_policy: SchedulePolicy = _arg(
-        "fcfs", "order of waiting requests", ("fcfs", "lpm", "lof", "random")
+    schedule_policy: SchedulePolicy | None = _arg(
+        None, "order of waiting requests (default: longest outputs first)", ("fcfs", "lpm", "lof", "random")
     )
     max_queued_requests: int | None = _arg(None, "requests that may wait while no row is free")
     enable_priority_scheduling: bool = _arg(False, "serve requests in the order of their `priority`")

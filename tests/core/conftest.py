@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenmill.core.policy import create_policy
+from tokenmill.core.policy import choose_policy, create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.kvcache import Cache
@@ -36,6 +36,7 @@ FACTS = EngineFacts(
     page_size=4,
     max_running_requests=8,
     max_step_tokens=32,
+    paced_tokens=None,
     steps_in_flight=2,
     eos_token_ids=(),
     weight_bytes=0,
@@ -162,9 +163,10 @@ class Harness:
         max_sequence_tokens: int = 64,
         depth: int = 1,
         prefix_caching: bool = True,
-        policy: str = "fcfs",
+        policy: str | None = "fcfs",
         priorities: Priorities | None = None,
         max_queued: int | None = None,
+        paced_tokens: int | None = None,
     ) -> None:
         self.cache = Cache(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
         limits = SchedulerLimits(
@@ -172,13 +174,17 @@ class Harness:
             max_step_tokens=max_step_tokens,
             max_sequence_tokens=max_sequence_tokens,
             max_queued=max_queued,
+            paced_tokens=paced_tokens,
         )
         self.limits = limits
+        priorities = priorities or Priorities()
         self.scheduler = Scheduler(
             limits,
             cache=self.cache,
-            policy=create_policy(policy, self.cache),
-            priorities=priorities or Priorities(),
+            policy=create_policy(policy, self.cache)
+            if policy
+            else choose_policy(self.cache, max_rows=max_rows, has_priorities=priorities.enabled),
+            priorities=priorities,
         )
         self.mill = FakeMill(page_size, 1 if isinstance(num_pages, int) else len(num_pages))
         self.depth = depth

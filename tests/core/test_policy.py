@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tokenmill import queue_order
 from tokenmill.config import EngineConfig
-from tokenmill.core import policy as module
-from tokenmill.core.policy import POLICIES, PriorityQueue, WaitingQueue, create_policy
+from tokenmill.core.policy import POLICIES, PriorityQueue, WaitingQueue, choose_policy, create_policy
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import Cache
 from tokenmill.sampling_params import SamplingParams
@@ -104,6 +104,40 @@ def test_longest_output_first(cache: Cache, make_request: Make) -> None:
     for index, length in enumerate(lengths):
         queue.add(RequestState(make_request(str(index), [1], length)))
     assert drain(queue) == sorted(range(3000), key=lambda index: (-lengths[index], index))
+
+
+def test_where_none_is_named_the_longest_outputs_go_first(cache: Cache, make_request: Make) -> None:
+    queue = WaitingQueue(choose_policy(cache, max_rows=2000, has_priorities=False))
+    lengths = [random.Random(index).randrange(50) for index in range(1800)]
+    for index, length in enumerate(lengths):
+        queue.add(RequestState(make_request(str(index), [index % 7] * 4, length)))
+    assert drain(queue) == sorted(range(1800), key=lambda index: (-lengths[index], index))
+
+
+def test_where_none_is_named_and_rows_are_few_prefixes_stand_together(
+    cache: Cache, make_request: Make
+) -> None:
+    prompts = [[index % 7] * 4 for index in range(1800)]
+    queue = WaitingQueue(choose_policy(cache, max_rows=50, has_priorities=False))
+    named = WaitingQueue(create_policy("lpm", cache))
+    for index, prompt in enumerate(prompts):
+        request = make_request(str(index), prompt, 1 + index % 10)
+        queue.add(RequestState(request))
+        named.add(RequestState(request))
+    order = drain(queue)
+    assert order[:1024] == drain(named)[:1024], "a window of more requests than rows is that of lpm"
+    groups = [place % 7 for place in order]
+    assert sum(one != other for one, other in pairwise(groups)) == 13, "seven groups in each of two windows"
+
+
+def test_where_none_is_named_and_priorities_count_equals_go_as_they_came(
+    cache: Cache, make_request: Make
+) -> None:
+    queue = PriorityQueue(choose_policy(cache, max_rows=50, has_priorities=True))
+    for index in range(100):
+        queue.add(RequestState(make_request(str(index), [1], 1 + index), urgency=index % 3))
+    order = [place_of(queue.pop()) for _ in range(100)]
+    assert order == sorted(range(100), key=lambda index: (-(index % 3), index))
 
 
 def test_random_order_is_an_order_and_no_other_policys(cache: Cache, make_request: Make) -> None:
@@ -298,7 +332,7 @@ def by_prefix_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Leave the length of outputs out of account from now on."""
 
     def leave_out() -> None:
-        monkeypatch.setattr(module, "longest_first", lambda leaves, page_size: [e.request for e in leaves])
+        monkeypatch.setattr(queue_order, "_longest", lambda request: 0)
 
     return leave_out
 

@@ -19,7 +19,7 @@ from tokenmill.core.deadlines import Clock, Deadlines, timed_out
 from tokenmill.core.device_watch import DeviceWatch, StepClock
 from tokenmill.core.grammars import Grammars, Guide, build_grammars
 from tokenmill.core.plan import SchedulerLimits
-from tokenmill.core.policy import create_policy
+from tokenmill.core.policy import choose_policy, create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.request import RequestState
 from tokenmill.core.scheduler import CANCELLED, Scheduler
@@ -350,14 +350,18 @@ def build_loop(
     limits = SchedulerLimits(
         max_rows=facts.max_running_requests,
         max_step_tokens=facts.max_step_tokens,
+        paced_tokens=facts.paced_tokens,
         max_sequence_tokens=facts.max_sequence_tokens,
         max_queued=config.max_queued_requests,
     )
+    priorities, policy = Priorities.of(config), config.schedule_policy
     scheduler = Scheduler(
         limits,
         cache=cache,
-        policy=create_policy(config.schedule_policy, cache),
-        priorities=Priorities.of(config),
+        policy=create_policy(policy, cache)
+        if policy
+        else choose_policy(cache, max_rows=limits.max_rows, has_priorities=priorities.enabled),
+        priorities=priorities,
     )
     grammars = build_grammars(config, facts)
     return Loop(mill, scheduler, cache, grammars=grammars, inbox=inbox, deliver=deliver, rest=rest)

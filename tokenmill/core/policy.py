@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tokenmill.core.request import RequestState
-from tokenmill.core.shared_prefixes import leaf_of, longest_first
 from tokenmill.kvcache import Cache
+from tokenmill.queue_order import along_prefixes, by_length
 
 
 class Policy(Protocol):
@@ -22,8 +22,6 @@ class Policy(Protocol):
     """
 
     window: int
-
-    def __init__(self, cache: Cache) -> None: ...
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
         """The requests, given in order of arrival, in the order in which they are to go."""
@@ -57,20 +55,13 @@ class LongestPrefixFirst:
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
         """Depth first through the tree of their prefixes."""
-        by_ids = sorted(requests, key=lambda each: (each.request.cache_namespace, _ids(each)))
-        leaves = [leaf_of(each, self._count_cached(each)) for each in by_ids]
-        if len({leaf.longest for leaf in leaves}) == 1:
-            # Groups need not be looked for: in the order of ids each is in one piece.
-            leaves.sort(key=lambda leaf: -leaf.num_cached)
-            return [leaf.request for leaf in leaves]
-        return longest_first(leaves, page_size=self._cache.page_size)
-
-    def _count_cached(self, request: RequestState) -> int:
-        return self._cache.count_cached(_ids(request), namespace=request.request.cache_namespace)
-
-
-def _ids(request: RequestState) -> bytes:
-    return request.request.prompt_ids.tobytes()
+        waiting = [state.request for state in requests]
+        cached = [
+            self._cache.count_cached(each.prompt_ids.tobytes(), namespace=each.cache_namespace)
+            for each in waiting
+        ]
+        order = along_prefixes(waiting, cached=cached, page_size=self._cache.page_size)
+        return [requests[place] for place in order]
 
 
 class LongestOutputFirst:
@@ -83,7 +74,7 @@ class LongestOutputFirst:
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
         """By the limit of new tokens; equals as they came."""
-        return sorted(requests, key=lambda each: -each.request.max_new_tokens)
+        return [requests[place] for place in by_length([state.request for state in requests])]
 
 
 class RandomOrder:
@@ -100,7 +91,26 @@ class RandomOrder:
         return self._random.sample(requests, len(requests))
 
 
-POLICIES: dict[str, type[Policy]] = {
+class ShortTail:
+    """What the engine chooses: the longest outputs first, so that a job does not end with few rows.
+
+    If more requests wait than there are rows, those that share a prefix stand together, too.
+    """
+
+    def __init__(self, cache: Cache, max_rows: int) -> None:
+        self._along_prefixes = LongestPrefixFirst(cache)
+        self._by_length = LongestOutputFirst(cache)
+        self._max_rows = max_rows
+        # So large that one which is not full holds all that wait, and a full one more than the rows.
+        self.window = max(self._along_prefixes.window, max_rows + 1)
+
+    def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+        """By their outputs alone where all can run at once: each prefix is computed once all the same."""
+        fit = len(requests) <= self._max_rows
+        return (self._by_length if fit else self._along_prefixes).ordered(requests)
+
+
+POLICIES: dict[str, Callable[[Cache], Policy]] = {
     "fcfs": FirstComeFirstServed,
     "lpm": LongestPrefixFirst,
     "lof": LongestOutputFirst,
@@ -111,6 +121,11 @@ POLICIES: dict[str, type[Policy]] = {
 def create_policy(name: str, cache: Cache) -> Policy:
     """The policy of that name (a key of `POLICIES`) over the cache that it may look at."""
     return POLICIES[name](cache)
+
+
+def choose_policy(cache: Cache, *, max_rows: int, has_priorities: bool) -> Policy:
+    """The policy where none was named. With priorities, equals go as they came."""
+    return FirstComeFirstServed(cache) if has_priorities else ShortTail(cache, max_rows)
 
 
 class WaitingQueue:

@@ -23,14 +23,15 @@ from tokenmill.frontend.inputs import InputReader
 from tokenmill.frontend.prefixes import cached_tokens
 from tokenmill.frontend.prompts import read_prompts
 from tokenmill.frontend.speed import Speed, forecast, measure
-from tokenmill.messages import LongArray, Request
+from tokenmill.messages import EngineFacts, LongArray, Request
+from tokenmill.queue_order import along_prefixes, by_length
 from tokenmill.sampling_params import SamplingParams, check_real
 
 # Of a longer pile so many rows are looked at, in runs of neighbours, because neighbours share prefixes.
 SAMPLE_ROWS = 8192
 SAMPLE_RUN = 512
 _MOST_PLAYED = 200_000  # requests whose steps are played through
-_WINDOW = 1024  # waiting requests that the core puts into prefix order at a time
+_WINDOWS = {"lpm": 1024, "lof": 65_536}  # waiting requests that the core puts into such an order at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ class Planner:
         if mean_output_tokens is not None:
             mean_output_tokens = check_real("mean_output_tokens", mean_output_tokens, minimum=0)
         facts, speed = self._client.facts, self.speed()
-        ordered = _in_order(requests, self._config.schedule_policy)
+        ordered = _in_order(requests, self._config, facts)
         seen = self._columns(ordered, mean_output_tokens)
         count = round(len(ordered) * rows / sampled_rows) if sampled_rows else len(ordered)
         columns = _stretched(seen, min(count, max(_MOST_PLAYED, len(ordered))))
@@ -243,15 +244,23 @@ def _picked(value: Any, chosen: Sequence[int], count: int) -> Any:
     return [value[row] for row in chosen] if len(value) == count else value
 
 
-def _in_order(requests: Sequence[Request], policy: str) -> list[Request]:
-    """The requests in about the order in which the core will start them."""
-    if policy == "lof":
-        return sorted(requests, key=lambda request: -request.max_new_tokens)
-    if policy != "lpm":
+def _in_order(requests: Sequence[Request], config: EngineConfig, facts: EngineFacts) -> list[Request]:
+    """The requests in about the order in which the core will start them, as its policies have it."""
+    policy, most_rows = config.schedule_policy, facts.max_running_requests
+    if policy is None and not config.enable_priority_scheduling:
+        window = max(_WINDOWS["lpm"], most_rows + 1)
+    elif policy in _WINDOWS:
+        window = _WINDOWS[policy]
+    else:
         return list(requests)
     ordered: list[Request] = []
-    for first in range(0, len(requests), _WINDOW):
-        ordered += sorted(requests[first : first + _WINDOW], key=lambda each: each.prompt_ids.tobytes())
+    for first in range(0, len(requests), window):
+        waiting = requests[first : first + window]
+        if policy == "lof" or (policy is None and len(waiting) <= most_rows):
+            places = by_length(waiting)
+        else:
+            places = along_prefixes(waiting, cached=[0] * len(waiting), page_size=facts.page_size)
+        ordered += [waiting[place] for place in places]
     return ordered
 
 

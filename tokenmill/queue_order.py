@@ -1,0 +1,115 @@
+"""The orders in which waiting requests go: the core queues by them, and plans foresee them.
+
+Owns no pages and no cache: it looks at prompts and limits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenmill.messages import Request
+
+_NO_END = 2**62  # deeper than any branch; also longer than any known limit
+
+
+def by_length(requests: Sequence[Request]) -> list[int]:
+    """Places of the requests, the largest `max_new_tokens` first; equals as they stand."""
+    return sorted(range(len(requests)), key=lambda place: -requests[place].max_new_tokens)
+
+
+def along_prefixes(requests: Sequence[Request], *, cached: Sequence[int], page_size: int) -> list[int]:
+    """Places of the requests, depth first through the tree of their prefixes of whole pages.
+
+    At every fork the branch with the longest output goes first, of equals that with the most `cached`
+    tokens, which are told of each request, then by ids. A request without a limit may write longest of all.
+    """
+    by_ids = sorted(range(len(requests)), key=lambda place: _key(requests[place]))
+    leaves = [_Leaf(place, _longest(requests[place]), cached[place]) for place in by_ids]
+    if len({leaf.longest for leaf in leaves}) == 1:
+        # Groups need not be looked for: in the order of ids each is in one piece.
+        leaves.sort(key=lambda leaf: -leaf.num_cached)
+        return [leaf.place for leaf in leaves]
+    root = _Branch(0)
+    path: list[_Branch | _Leaf] = [root]  # to the newest leaf; all but the root miss in their parent yet
+    for before, leaf in zip([None, *by_ids], leaves, strict=False):
+        _fold(path, 0 if before is None else _shared_pages(requests[before], requests[leaf.place], page_size))
+        path.append(leaf)
+    _fold(path, 0)
+    return _walk(root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One request, with what decides its place."""
+
+    place: int  # among those given
+    longest: int  # new tokens that it may write
+    num_cached: int  # tokens of its prompt that are cached
+
+    @property
+    def depth(self) -> int:
+        """Deeper than any branch."""
+        return _NO_END
+
+
+@dataclass(slots=True)
+class _Branch:
+    """Requests with the same beginning."""
+
+    depth: int  # pages of the beginning
+    longest: int = 0  # the most new tokens that one of them may write
+    num_cached: int = 0  # the most cached tokens that one of them has
+    children: list[_Branch | _Leaf] = field(default_factory=list)
+
+    def adopt(self, child: _Branch | _Leaf) -> None:
+        """Take in a branch whose own children are complete."""
+        self.children.append(child)
+        self.longest = max(self.longest, child.longest)
+        self.num_cached = max(self.num_cached, child.num_cached)
+
+
+def _key(request: Request) -> tuple[bytes, bytes]:
+    return request.cache_namespace, request.prompt_ids.tobytes()
+
+
+def _longest(request: Request) -> int:
+    return _NO_END if request.params.max_new_tokens is None else request.max_new_tokens
+
+
+def _fold(path: list[_Branch | _Leaf], depth: int) -> None:
+    """Complete all branches of the path that are deeper; its last one then has this depth."""
+    while path[-1].depth > depth:
+        child = path.pop()
+        if path[-1].depth < depth:
+            path.append(_Branch(depth))
+        parent = path[-1]
+        assert isinstance(parent, _Branch)
+        parent.adopt(child)
+
+
+def _shared_pages(one: Request, other: Request, page_size: int) -> int:
+    """Full pages at the beginning of both prompts that are the same."""
+    if one.cache_namespace != other.cache_namespace:
+        return 0
+    first, second = one.prompt_ids, other.prompt_ids
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    same = int(np.argmax(differs)) if differs.any() else length
+    return same // page_size
+
+
+def _walk(root: _Branch) -> list[int]:
+    """The places of all leaves. Without recursion: prompts that grow page by page make a deep tree."""
+    found: list[int] = []
+    stack: list[_Branch | _Leaf] = [root]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, _Leaf):
+            found.append(part.place)
+        else:
+            # The stack gives back the last first; the sort is stable, so equals stay in the order of ids.
+            stack.extend(reversed(sorted(part.children, key=lambda each: (-each.longest, -each.num_cached))))
+    return found
