@@ -169,9 +169,9 @@ def test_a_capture_that_fails_is_no_reason_to_stop(
     count = 0
 
     def fail_in_one(step: Callable[..., Any]) -> Callable[..., Any]:
-        def half(*arguments: Any) -> Any:
+        def half(*arguments: Any, **options: Any) -> Any:
             nonlocal count
-            made = step(*arguments)
+            made = step(*arguments, **options)
             count += 1
             error = errors[count - failing] if failing <= count < failing + len(errors) else None
             if error is not None:
