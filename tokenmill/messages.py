@@ -199,8 +199,6 @@ class EngineFacts:
     page_size: int
     max_running_requests: int
     max_step_tokens: int  # tokens computed in one step: the chunk size
-    # Of prompts, beside rows that run for longer than theirs will; None: as many as a step has room for.
-    paced_tokens: int | None
     steps_in_flight: int
     eos_token_ids: tuple[int, ...]
     weight_bytes: int

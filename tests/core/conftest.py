@@ -36,7 +36,6 @@ FACTS = EngineFacts(
     page_size=4,
     max_running_requests=8,
     max_step_tokens=32,
-    paced_tokens=None,
     steps_in_flight=2,
     eos_token_ids=(),
     weight_bytes=0,
@@ -166,7 +165,6 @@ class Harness:
         policy: str | None = "fcfs",
         priorities: Priorities | None = None,
         max_queued: int | None = None,
-        paced_tokens: int | None = None,
     ) -> None:
         self.cache = Cache(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
         limits = SchedulerLimits(
@@ -174,7 +172,6 @@ class Harness:
             max_step_tokens=max_step_tokens,
             max_sequence_tokens=max_sequence_tokens,
             max_queued=max_queued,
-            paced_tokens=paced_tokens,
         )
         self.limits = limits
         priorities = priorities or Priorities()

@@ -41,7 +41,6 @@ set_ups = st.fixed_dictionaries(
         "max_step_tokens": st.one_of(st.integers(1, 10), st.just(60)),
         "depth": st.integers(1, 4),
         "prefix_caching": st.booleans(),
-        "paced_tokens": st.sampled_from([None, None, 1, 3]),
     }
 )
 # What the queue does: its order, who pushes whom back, and how many may wait.

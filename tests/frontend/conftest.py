@@ -39,7 +39,6 @@ FACTS = EngineFacts(
     page_size=16,
     max_running_requests=64,
     max_step_tokens=8192,
-    paced_tokens=None,
     steps_in_flight=1,
     eos_token_ids=(EOS,),
     weight_bytes=2**30,

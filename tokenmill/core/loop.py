@@ -350,7 +350,6 @@ def build_loop(
     limits = SchedulerLimits(
         max_rows=facts.max_running_requests,
         max_step_tokens=facts.max_step_tokens,
-        paced_tokens=facts.paced_tokens,
         max_sequence_tokens=facts.max_sequence_tokens,
         max_queued=config.max_queued_requests,
     )

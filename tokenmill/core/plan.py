@@ -24,8 +24,6 @@ class SchedulerLimits:
     max_rows: int  # slots
     max_step_tokens: int  # tokens computed in one step; a decoding row counts 1
     max_sequence_tokens: int  # prompt and output together, but for an output of one token
-    # Tokens of prompts in one step beside rows that run for longer than theirs will; None: no bound.
-    paced_tokens: int | None = None
     max_queued: int | None = None  # requests that may wait beyond the free rows
 
 

@@ -15,7 +15,6 @@ from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
 from tokenmill.core.intake import drawn, failed, show_hidden_states, show_prompts
 from tokenmill.core.logprob_ledger import LogprobLedger
-from tokenmill.core.pacing import prompt_budget
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
@@ -179,8 +178,7 @@ class Scheduler:
         draft = PlanDraft()
         num_decodes = self._schedule_decodes(draft)
         decodes = self._decoding if num_decodes == len(self._decoding) else self._decoding[:num_decodes]
-        budget = prompt_budget(self._limits, self._rows, self._decode_slots, self._prefilling, self._queue)
-        prefills = self._schedule_prefills(draft, budget)
+        prefills = self._schedule_prefills(draft, self._limits.max_step_tokens - num_decodes)
         if draft.is_empty:
             return None
         plan = draft.build()

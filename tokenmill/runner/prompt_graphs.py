@@ -56,17 +56,8 @@ _LONG_STEP = 1024
 # What decides which kernel takes the prompts: one of so many tokens, or a row of which so much more is there.
 _LONG_QUERY = 1024
 _LONG_PREFIX = 4  # times the tokens of the longest prompt
-# Prompts that need not hurry come in portions that keep products busy. That gains something with models whose
-# weights take a while to read; but the device must need clearly more time for a step than launching takes.
-_PACED_TOKENS = 1536
-_PACED_SECONDS = 2 * _LAUNCH_SECONDS
 # Until a shape has a graph of its own, a larger one may serve: so much padding costs less than the launches.
 _PADDING_SECONDS = 0.005
-
-
-def paced_tokens(row_seconds: float) -> int | None:
-    """How many tokens of prompts a step takes that need not hurry; None: as many as there is room for."""
-    return _PACED_TOKENS if _PACED_TOKENS * row_seconds > _PACED_SECONDS else None
 
 
 @dataclass(frozen=True, slots=True)

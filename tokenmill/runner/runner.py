@@ -34,7 +34,7 @@ from tokenmill.runner.mailbox import Mailbox
 from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
-from tokenmill.runner.prompt_graphs import PromptGraphs, paced_tokens
+from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import Recorder, StepKind, longest_keys
 from tokenmill.runner.results import Results
@@ -400,12 +400,6 @@ def _graphs(
     )
 
 
-def _paced_tokens(config: EngineConfig, placement: Placement, num_parameters: int) -> int | None:
-    if placement.device.type == "cpu" or config.chunked_prefill_size is not None:
-        return None
-    return paced_tokens(row_seconds(num_parameters))
-
-
 def _facts(
     config: EngineConfig,
     spec: ModelSpec,
@@ -430,7 +424,6 @@ def _facts(
         page_size=config.page_size,
         max_running_requests=placement.max_running_requests,
         max_step_tokens=placement.max_step_tokens,
-        paced_tokens=_paced_tokens(config, placement, weights.num_parameters),
         steps_in_flight=placement.steps_in_flight,
         eos_token_ids=spec.eos_token_ids,
         weight_bytes=weights.num_bytes,
