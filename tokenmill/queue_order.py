@@ -15,6 +15,13 @@ from tokenmill.messages import Request
 _NO_END = 2**62  # deeper than any branch; also longer than any known limit
 
 
+def can_run_at_once(requests: Sequence[Request], *, max_rows: int, pool_tokens: int) -> bool:
+    """Whether there are rows for all, and room for every token that they may have."""
+    if len(requests) > max_rows:
+        return False
+    return sum(len(each.prompt_ids) + each.max_new_tokens for each in requests) <= pool_tokens
+
+
 def by_length(requests: Sequence[Request]) -> list[int]:
     """Places of the requests, the largest `max_new_tokens` first; equals as they stand."""
     return sorted(range(len(requests)), key=lambda place: -requests[place].max_new_tokens)

@@ -106,7 +106,8 @@ def test_longest_output_first(cache: Cache, make_request: Make) -> None:
     assert drain(queue) == sorted(range(3000), key=lambda index: (-lengths[index], index))
 
 
-def test_where_none_is_named_the_longest_outputs_go_first(cache: Cache, make_request: Make) -> None:
+def test_where_none_is_named_the_longest_outputs_go_first(make_request: Make) -> None:
+    cache = Cache(num_pages=50_000, page_size=2)
     queue = WaitingQueue(choose_policy(cache, max_rows=2000, has_priorities=False))
     lengths = [random.Random(index).randrange(50) for index in range(1800)]
     for index, length in enumerate(lengths):
@@ -128,6 +129,19 @@ def test_where_none_is_named_and_rows_are_few_prefixes_stand_together(
     assert order[:1024] == drain(named)[:1024], "a window of more requests than rows is that of lpm"
     groups = [place % 7 for place in order]
     assert sum(one != other for one, other in pairwise(groups)) == 13, "seven groups in each of two windows"
+
+
+def test_where_none_is_named_no_prefix_is_lost_for_want_of_pages(harness: Make, make_request: Make) -> None:
+    """Groups by turns, outputs of three lengths, rows for all, a pool for the prefix of one group."""
+    prompts = [[*([group] * 16), 10 + index] for index in range(6) for group in (1, 2)]
+    computed = {}
+    for policy in (None, "lpm", "lof"):
+        loop = harness(policy=policy, num_pages=5, max_rows=64, max_sequence_tokens=20)
+        requests = [make_request(str(index), each, 1 + index % 3) for index, each in enumerate(prompts)]
+        loop.scheduler.submit(requests)
+        loop.run()
+        computed[policy] = loop.mill.num_computed
+    assert computed[None] == computed["lpm"] < computed["lof"]
 
 
 def test_where_none_is_named_and_priorities_count_equals_go_as_they_came(

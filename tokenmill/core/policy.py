@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import Cache
-from tokenmill.queue_order import along_prefixes, by_length
+from tokenmill.queue_order import along_prefixes, by_length, can_run_at_once
 
 
 class Policy(Protocol):
@@ -94,20 +94,22 @@ class RandomOrder:
 class ShortTail:
     """What the engine chooses: the longest outputs first, so that a job does not end with few rows.
 
-    If more requests wait than there are rows, those that share a prefix stand together, too.
+    Unless all that wait can run at once, those that share a prefix stand together, too.
     """
 
     def __init__(self, cache: Cache, max_rows: int) -> None:
         self._along_prefixes = LongestPrefixFirst(cache)
         self._by_length = LongestOutputFirst(cache)
         self._max_rows = max_rows
+        self._pool_tokens = cache.max_columns * cache.page_size
         # So large that one which is not full holds all that wait, and a full one more than the rows.
         self.window = max(self._along_prefixes.window, max_rows + 1)
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
-        """By their outputs alone where all can run at once: each prefix is computed once all the same."""
-        fit = len(requests) <= self._max_rows
-        return (self._by_length if fit else self._along_prefixes).ordered(requests)
+        """By their outputs alone where no prefix is forgotten before all that begin with it have come."""
+        waiting = [state.request for state in requests]
+        at_once = can_run_at_once(waiting, max_rows=self._max_rows, pool_tokens=self._pool_tokens)
+        return (self._by_length if at_once else self._along_prefixes).ordered(requests)
 
 
 POLICIES: dict[str, Callable[[Cache], Policy]] = {

@@ -24,7 +24,7 @@ from tokenmill.frontend.prefixes import cached_tokens
 from tokenmill.frontend.prompts import read_prompts
 from tokenmill.frontend.speed import Speed, forecast, measure
 from tokenmill.messages import EngineFacts, LongArray, Request
-from tokenmill.queue_order import along_prefixes, by_length
+from tokenmill.queue_order import along_prefixes, by_length, can_run_at_once
 from tokenmill.sampling_params import SamplingParams, check_real
 
 # Of a longer pile so many rows are looked at, in runs of neighbours, because neighbours share prefixes.
@@ -246,9 +246,9 @@ def _picked(value: Any, chosen: Sequence[int], count: int) -> Any:
 
 def _in_order(requests: Sequence[Request], config: EngineConfig, facts: EngineFacts) -> list[Request]:
     """The requests in about the order in which the core will start them, as its policies have it."""
-    policy, most_rows = config.schedule_policy, facts.max_running_requests
+    policy, max_rows = config.schedule_policy, facts.max_running_requests
     if policy is None and not config.enable_priority_scheduling:
-        window = max(_WINDOWS["lpm"], most_rows + 1)
+        window = max(_WINDOWS["lpm"], max_rows + 1)
     elif policy in _WINDOWS:
         window = _WINDOWS[policy]
     else:
@@ -256,7 +256,10 @@ def _in_order(requests: Sequence[Request], config: EngineConfig, facts: EngineFa
     ordered: list[Request] = []
     for first in range(0, len(requests), window):
         waiting = requests[first : first + window]
-        if policy == "lof" or (policy is None and len(waiting) <= most_rows):
+        if policy == "lof" or (
+            policy is None
+            and can_run_at_once(waiting, max_rows=max_rows, pool_tokens=facts.max_total_num_tokens)
+        ):
             places = by_length(waiting)
         else:
             places = along_prefixes(waiting, cached=[0] * len(waiting), page_size=facts.page_size)
