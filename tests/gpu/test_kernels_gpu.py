@@ -130,6 +130,8 @@ def test_products_of_a_few_rows(
         (136, 72, True, True),
         (72, 136, True, False),
         (4096, 6144, True, False),
+        (1536, 8960, True, True),
+        (2560, 9728, False, True),
         (4096, 14336, False, True),
         (5120, 17408, False, True),
         (14336, 4096, False, False),
@@ -156,7 +158,8 @@ def test_products_in_graphs(
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("inputs", [64, 128, 1000, 4864])
-def test_tiles_of_any_shape(rows: int, pieces: int, inputs: int) -> None:
+@pytest.mark.parametrize("more", [0, 32])
+def test_tiles_of_any_shape(rows: int, pieces: int, inputs: int, more: int) -> None:
     """More pieces than steps, parts of tiles, and more steps than stages."""
     from tokenmill.kernels import hopper_linear
 
@@ -165,7 +168,9 @@ def test_tiles_of_any_shape(rows: int, pieces: int, inputs: int) -> None:
     bias_O = numbers(outputs, dtype=dtype, seed=1)
     x = numbers(150, inputs, dtype=dtype, seed=2)
     exact = linear_torch(x.double(), weight.double(), bias_O.double())
-    tiling = hopper_linear.ProductTiling(rows=rows, outputs=64, inputs=128, stages=3, pieces=pieces)
+    tiling = hopper_linear.ProductTiling(
+        rows=rows, outputs=64, inputs=128, stages=3, pieces=pieces, more=more
+    )
     product = hopper_linear.product(x, weight, bias_O, tiling)
     assert product.shape == ((pieces,) if pieces > 1 else ()) + (150, outputs)
     whole = product.sum(dim=0) if pieces > 1 else product

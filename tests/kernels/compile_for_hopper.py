@@ -329,20 +329,23 @@ def product(
         num_rows, size, outputs, gated=gated, may_split=may_split, processors=132
     )
     assert tiling is not None
-    weights = tiling.outputs // 2 if gated else tiling.outputs
+    weights, more = (width // 2 if gated else width for width in (tiling.outputs, tiling.more))
     constants = {
         "GATED": gated,
         "BLOCK_M": tiling.rows,
         "BLOCK_N": tiling.outputs,
+        "MORE_N": tiling.more,
         "BLOCK_K": tiling.inputs,
         "STAGES": tiling.stages,
         "OVERLAP": True,
     } | ({} if bias else {"bias": None})
+    constants |= {} if tiling.more else {"more_weight": None}
     pointers = {"out": "bf16" if tiling.pieces == 1 else "fp32"} | ({"bias": "bf16"} if bias else {})
     layout = hopper_linear.TILE_LAYOUT
     scalars = {
         "x": f"tensordesc<bf16[{tiling.rows}, {tiling.inputs}],{layout!r}>",
         "weight": f"tensordesc<bf16[{weights}, {tiling.inputs}],{layout!r}>",
+        **({"more_weight": f"tensordesc<bf16[{more}, {tiling.inputs}],{layout!r}>"} if more else {}),
         **dict.fromkeys(("num_rows", "num_outputs", "total_steps", "piece_steps"), "i32"),
     }
     warps = tiling.rows // 16
@@ -403,6 +406,9 @@ if __name__ == "__main__":
             "product gate_up 0.5B": product(64, 896, 4864, gated=True),
             "product gate_up 0.5B, many rows": product(128, 896, 4864, gated=True),
             "product gate_up 8B": product(64, 4096, 14336, gated=True),
+            "product gate_up 0.5B, very many rows": product(256, 896, 4864, gated=True),
+            "product gate_up 4B": product(8, 2560, 9728, gated=True),
+            "product gate_up 14B": product(64, 5120, 17408, gated=True),
             "product gate_up 8B, many rows": product(128, 4096, 14336, gated=True),
             "product down 0.5B": product(64, 4864, 896, may_split=True),
             "product down 0.6B": product(256, 3072, 1024, may_split=True),

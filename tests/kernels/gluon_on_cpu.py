@@ -286,7 +286,7 @@ def load_module(path: Path) -> ModuleType:
         ),
         tma=SimpleNamespace(async_copy_global_to_shared=_copy),
         warpgroup_mma=_product,
-        warpgroup_mma_wait=lambda count, deps: deps[0],
+        warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)

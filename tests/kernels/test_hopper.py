@@ -110,6 +110,7 @@ def test_the_first_tiles_of_a_product_are_under_way_before_it_waits(
 ) -> None:
     facts = {name: fact for name, fact in compiled.items() if name.startswith("product")}
     for name, fact in facts.items():
-        assert fact["early_tile_copies"] == 2, name  # of both halves of a tile, in the loop over stages
+        # Of both halves of a tile, in the loop over stages; of two tiles beside each other, too.
+        assert fact["early_tile_copies"] in (2, 4), name
         assert fact["HGMMA"] > 0, name
         assert fact["stack"] == 0, name

@@ -37,6 +37,7 @@ def test_random_products(hopper: Any, seed: int, monkeypatch: pytest.MonkeyPatch
         inputs=64 if gated else draw.choice((64, 128)),
         stages=draw.randint(2, 5),
         pieces=1 if gated else draw.choice((1, 1, 2, 4)),
+        more=draw.choice((0, 0, 32, 64)),
     )
     x = numbers(rows, size + 8, seed=seed)[:, :size]
     weight = numbers((2 if gated else 1) * outputs, size, seed=seed + 1) / size**0.5

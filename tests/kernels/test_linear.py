@@ -205,10 +205,10 @@ def test_tilings_fit_the_device(
     )
     if tiling is None:
         return
-    assert 2 * tiling.stages * tiling.inputs * (tiling.rows + tiling.outputs) <= 196_608
+    assert 2 * tiling.stages * tiling.inputs * (tiling.rows + tiling.width) <= 196_608
     assert tiling.stages >= 3
     assert tiling.pieces == 1 or (may_split and not gated)
-    each = tiling.outputs // 2 if gated else tiling.outputs
+    each = tiling.width // 2 if gated else tiling.width
     programs = tiling.pieces * -(-num_rows // tiling.rows) * -(-num_outputs // each)
     assert programs <= processors or (gated and num_rows <= 64)  # few rows may take turns
 
@@ -309,6 +309,28 @@ def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
         for rows in (8, 32, 64, 128, 129)
     ]
     assert [0 if tiling is None else tiling.pieces for tiling in tilings] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "expected"),
+    [
+        (64, 896, 4864, (64, 128)),  # Qwen2.5-0.5B: 76 tiles
+        (128, 896, 4864, (128, 128)),
+        (256, 896, 4864, (128, 160)),  # twice 61, where it would be twice 76
+        (64, 1536, 8960, (64, 160)),  # Qwen2.5-1.5B: 112 instead of 140
+        (128, 2560, 9728, (128, 160)),  # Qwen3-4B: 122 instead of 152
+        (256, 2560, 9728, None),
+        (256, 1024, 3072, (128, 128)),  # Qwen3-0.6B
+    ],
+)
+def test_gated_tiles_are_as_wide_as_lets_all_be_computed_at_once(
+    num_rows: int, size: int, num_outputs: int, expected: tuple[int, int] | None
+) -> None:
+    hopper_linear = pytest.importorskip("tokenmill.kernels.hopper_linear")
+    tiling = hopper_linear.choose_tiling(
+        num_rows, size, num_outputs, gated=True, may_split=False, processors=132
+    )
+    assert (None if tiling is None else (tiling.rows, tiling.width)) == expected
 
 
 def test_pieces_of_many_rows_fill_the_device() -> None:

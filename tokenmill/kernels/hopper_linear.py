@@ -12,7 +12,6 @@ Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,13 +53,22 @@ TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 @dataclass(frozen=True, slots=True)
 class ProductTiling:
     """The work of a program: a tile of `rows` and `outputs` (if gated, half of them of each half of the
-    weight), so many `inputs` at a time, of which `stages` are under way. `pieces` programs share a tile."""
+    weight), so many `inputs` at a time, of which `stages` are under way. `pieces` programs share a tile.
+
+    `more` outputs are a second, narrower tile beside the first: widths are powers of two, and where one makes
+    too many programs to be computed at once, the next would leave too many processors idle.
+    """
 
     rows: int
     outputs: int
     inputs: int
     stages: int
     pieces: int = 1
+    more: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.outputs + self.more
 
 
 def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
@@ -125,10 +133,14 @@ def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -
     rows = 64 if num_rows <= FEW_ROWS else 128
     if 4 * size * num_outputs > MOST_GATED_BYTES:
         return _large_gated_tiling(rows, num_rows, num_outputs, processors)
-    for outputs, most in ((64, MOST_BUSY * processors), (128, processors if rows == 128 else math.inf)):
-        if triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs // 2) <= most:
-            return ProductTiling(rows, outputs, 64, _stages(rows, outputs, 64))
-    return None
+    for outputs, more, most in (
+        (64, 0, MOST_BUSY * processors),
+        (128, 0, processors),
+        (128, 32, processors),
+    ):
+        if triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, (outputs + more) // 2) <= most:
+            return ProductTiling(rows, outputs, 64, _stages(rows, outputs + more, 64), more=more)
+    return ProductTiling(rows, 128, 64, _stages(rows, 128, 64)) if rows == 64 else None
 
 
 def _large_gated_tiling(rows: int, num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
@@ -160,11 +172,16 @@ def product(
     pieces = (tiling.pieces,) if tiling.pieces > 1 else ()
     dtype = torch.float32 if pieces else x_NI.dtype
     out = torch.empty((*pieces, num_rows, num_outputs), dtype=dtype, device=x_NI.device)
-    outputs = tiling.outputs // 2 if gated else tiling.outputs
-    grid = (triton.cdiv(num_outputs, outputs), triton.cdiv(num_rows, tiling.rows), tiling.pieces)
+    halves = 2 if gated else 1
+    grid = (
+        triton.cdiv(num_outputs, tiling.width // halves),
+        triton.cdiv(num_rows, tiling.rows),
+        tiling.pieces,
+    )
     _product_kernel[grid](
         _tiles(x_NI, [tiling.rows, tiling.inputs]),
-        _tiles(weight_OI, [outputs, tiling.inputs]),
+        _tiles(weight_OI, [tiling.outputs // halves, tiling.inputs]),
+        _tiles(weight_OI, [tiling.more // halves, tiling.inputs]) if tiling.more else None,
         bias_O,
         out,
         num_rows,
@@ -174,6 +191,7 @@ def product(
         GATED=gated,
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.outputs,
+        MORE_N=tiling.more,
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
         num_warps=tiling.rows // 16,
@@ -206,19 +224,33 @@ def _copy_weights(
 
 
 @gluon.jit
+def _copy_all_weights(
+    weight, more_weight, w_tiles, m_tiles, full, slot, output, num_outputs, column, GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Both tiles, where there are two."""
+    _copy_weights(weight, w_tiles, full, slot, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K, STAGES)
+    if MORE_N > 0:
+        beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
+        _copy_weights(
+            more_weight, m_tiles, full, slot, beside, num_outputs, column, GATED, MORE_N, BLOCK_K, STAGES
+        )
+
+
+@gluon.jit
 def _feed(
-    x, weight, x_tiles, w_tiles, full, empty, row, output, num_outputs, begin, steps,
-    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin, steps,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the tiles. Nobody writes weights, so the first of them do not wait for other kernels."""
-    NUM_BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
+    NUM_BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N)
     for step in range(gl.minimum(steps, STAGES)):
         column = (begin + step) * BLOCK_K
         mbarrier.expect(full.index(step), NUM_BYTES)
-        _copy_weights(
-            weight, w_tiles, full.index(step), step, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K,
-            STAGES,
+        _copy_all_weights(
+            weight, more_weight, w_tiles, m_tiles, full.index(step), step, output, num_outputs, column, GATED,
+            BLOCK_N, MORE_N, BLOCK_K, STAGES,
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     for step in range(gl.minimum(steps, STAGES)):
@@ -229,9 +261,9 @@ def _feed(
         column = (begin + step) * BLOCK_K
         mbarrier.wait(empty.index(slot), step // STAGES % 2 ^ 1)
         mbarrier.expect(full.index(slot), NUM_BYTES)
-        _copy_weights(
-            weight, w_tiles, full.index(slot), slot, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K,
-            STAGES,
+        _copy_all_weights(
+            weight, more_weight, w_tiles, m_tiles, full.index(slot), slot, output, num_outputs, column, GATED,
+            BLOCK_N, MORE_N, BLOCK_K, STAGES,
         )  # fmt: skip
         tma.async_copy_global_to_shared(x, [row, column], full.index(slot), x_tiles.index(slot))
 
@@ -254,23 +286,11 @@ def _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M: gl.
 
 
 @gluon.jit
-def _multiply(
-    x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
-    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+def _finish(
+    acc, bias, out, row, output, piece, num_rows, num_outputs,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The other warps: the sums of the program's tile."""
-    wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
-    for step in range(steps):
-        slot = step % STAGES
-        mbarrier.wait(full.index(slot), step // STAGES % 2)
-        acc = warpgroup_mma(x_tiles.index(slot), w_tiles.index(slot).permute((1, 0)), acc, is_async=True)
-        # The product of the step before is done, and its tiles may be overwritten.
-        acc = warpgroup_mma_wait(1, [acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
-    acc = warpgroup_mma_wait(0, [acc])
+    """Store the sums of a tile, with bias and activation."""
     if GATED:
         dtype: gl.constexpr = out.dtype.element_ty
         HALF: gl.constexpr = BLOCK_N // 2
@@ -282,16 +302,52 @@ def _multiply(
         active = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
         _store(active * up.to(dtype).to(gl.float32), out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
     else:
-        outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
         # One of the pieces brings the bias; the others load none of it.
         acc = _with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
         _store(acc, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+
+
+@gluon.jit
+def _multiply(
+    x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The other warps: the sums of the program's tiles."""
+    wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    if MORE_N > 0:
+        more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MORE_N, 16])
+        more = gl.zeros([BLOCK_M, MORE_N], gl.float32, more_layout)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES % 2)
+        acc = warpgroup_mma(x_tiles.index(slot), w_tiles.index(slot).permute((1, 0)), acc, is_async=True)
+        # The products of the step before are done, and its tiles may be overwritten.
+        if MORE_N > 0:
+            more = warpgroup_mma(
+                x_tiles.index(slot), m_tiles.index(slot).permute((1, 0)), more, is_async=True
+            )
+            acc, more = warpgroup_mma_wait(2, [acc, more])
+        else:
+            acc = warpgroup_mma_wait(1, [acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    if MORE_N > 0:
+        acc, more = warpgroup_mma_wait(0, [acc, more])
+        beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
+        _finish(more, bias, out, row, beside, piece, num_rows, num_outputs, GATED, BLOCK_M, MORE_N)
+    else:
+        acc = warpgroup_mma_wait(0, [acc])
+    _finish(acc, bias, out, row, output, piece, num_rows, num_outputs, GATED, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "total_steps", "piece_steps"])
 def _product_kernel(
     x,
     weight,
+    more_weight,
     bias,
     out,
     num_rows,
@@ -301,18 +357,22 @@ def _product_kernel(
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    MORE_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     let_next_begin(OVERLAP)
-    output = gl.program_id(0) * (BLOCK_N // 2 if GATED else BLOCK_N)
+    output = gl.program_id(0) * ((BLOCK_N + MORE_N) // (2 if GATED else 1))
     row = gl.program_id(1) * BLOCK_M
     piece = gl.program_id(2)
     begin = piece * piece_steps
     steps = gl.minimum(piece_steps, total_steps - begin)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
+    m_tiles = w_tiles
+    if MORE_N > 0:
+        m_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, MORE_N, BLOCK_K], x.layout)
     # Tiles are there, tiles are done with; one of each for each stage.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -320,8 +380,13 @@ def _product_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
 
-    feed = (x, weight, x_tiles, w_tiles, full, empty, row, output, num_outputs, begin, steps)
-    multiply = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
-    feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, OVERLAP)
-    multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, OVERLAP)
+    feed = (
+        x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin,
+        steps,
+    )  # fmt: skip
+    multiply = (
+        x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
+    )  # fmt: skip
+    feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP)
+    multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, OVERLAP)
     gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
