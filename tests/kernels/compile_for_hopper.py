@@ -26,6 +26,7 @@ from tokenmill.kernels import (
     hopper_prefill,
     triton_decode,
     triton_linear,
+    triton_lookup,
     triton_norm,
     triton_prefill,
     triton_rotary,
@@ -289,6 +290,15 @@ def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
     return compiled(hopper_decode._decode_kernel, pointers, scalars, constants, **options)
 
 
+def lookup(size: int, other_size: int) -> dict[str, Any]:
+    pointers = dict.fromkeys(("table", "found", "other_table", "other_found"), "bf16")
+    pointers |= {"ids": "i32", "places": "i64"}
+    block = min(triton_lookup.MOST_AT_ONCE, triton.next_power_of_2(size))
+    constants = {"SIZE": size, "OTHER_SIZE": other_size, "BLOCK": block}
+    constants |= {"OTHER_BLOCK": triton.next_power_of_2(other_size), "OVERLAP": True}
+    return compiled(triton_lookup._look_up_kernel, pointers, {}, constants, num_warps=4)
+
+
 def norm(size: int) -> dict[str, Any]:
     pointers = {"x": "fp32", "residual": "bf16", "weight": "bf16", "out": "bf16", "total": "bf16"}
     strides = ("stride_outer", "stride_inner", "residual_stride_outer", "residual_stride_inner")
@@ -394,6 +404,8 @@ if __name__ == "__main__":
             "runs 128": runs(128, 4),
             "runs 128, many queries": runs(128, 12),
             "norm 4096": norm(4096),
+            "lookup 896": lookup(896, 64),
+            "lookup 5120": lookup(5120, 128),
             "linear qkv 0.5B": linear(896, 1152, normed=True, bias=True),
             "linear gate_up 0.5B": linear(896, 4864, normed=True, gated=True),
             "linear down 0.5B": linear(4864, 896),

@@ -11,7 +11,7 @@ from tokenmill.layers.attention import Attention, NormedAttention
 from tokenmill.layers.embedding import Embedding
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
-from tokenmill.layers.rotary import Rotation
+from tokenmill.layers.rotary import RopeSpec, Rotary, Rotation
 
 FLOAT = torch.float32
 
@@ -22,11 +22,16 @@ def randomize(module: nn.Module) -> None:
         parameter.normal_(generator=generator)
 
 
-def test_embedding_looks_rows_up() -> None:
+def test_embedding_looks_vectors_and_rotations_up() -> None:
+    rope = RopeSpec({"rope_type": "default", "rope_theta": 100.0}, 4, 8)
+    rotary = Rotary(rope, num_positions=9, dtype=FLOAT, device=torch.device("cpu"))
     layer = Embedding(7, 3, dtype=FLOAT)
     randomize(layer)
+    positions = torch.tensor([8, 1, 8])
     for dtype in (torch.int32, torch.int64):
-        assert torch.equal(layer(torch.tensor([6, 0, 6], dtype=dtype)), layer.weight[[6, 0, 6]])
+        vectors, (cosines, sines) = layer(torch.tensor([6, 0, 6], dtype=dtype), positions, rotary)
+        assert torch.equal(vectors, layer.weight[[6, 0, 6]])
+        assert torch.equal(torch.cat((cosines, sines), dim=1), rotary.cosines_and_sines_PW[positions])
 
 
 def test_norm() -> None:

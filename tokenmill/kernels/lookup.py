@@ -1,4 +1,7 @@
-"""Rows of a table by number: the torch reference and the choice of the kernel. V rows, D columns, T ids."""
+"""Rows of tables by number: the torch reference and the choice of the kernel.
+
+V rows, D columns, T ids; another table has P rows and W columns.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,17 @@ def look_up(table_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
     if kernels is not None and ids_T.dtype == torch.int64 and table_VD.is_contiguous():
         return native_calls.look_up(kernels, table_VD, ids_T.contiguous())
     return look_up_torch(table_VD, ids_T)
+
+
+def look_up_both(
+    table_VD: torch.Tensor, ids_T: torch.Tensor, other_PW: torch.Tensor, places_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`look_up` of ids in one table and of as many places in another: [T, D], [T, W]. On a GPU one launch."""
+    if table_VD.is_cuda:
+        from tokenmill.kernels import triton_lookup
+
+        return triton_lookup.look_up_both(table_VD, ids_T, other_PW, places_T)
+    return look_up(table_VD, ids_T), look_up(other_PW, places_T)
 
 
 def look_up_torch(table_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:

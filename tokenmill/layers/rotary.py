@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmill.kernels.lookup import look_up
-
 # Passed on to models, which do not see the kernels.
 from tokenmill.kernels.operands import Rotation as Rotation
 
@@ -42,7 +40,7 @@ class RopeSpec:
 class Rotary(nn.Module):
     """Cosines and sines of all positions below `num_positions`, computed once in float32 on the host.
 
-    They are looked up once in a step, together, and shared by all layers.
+    `Embedding` looks them up, once in a step, and all layers share what it found.
     """
 
     cosines_and_sines_PW: torch.Tensor  # W = 2R
@@ -57,9 +55,9 @@ class Rotary(nn.Module):
         both_PW = torch.cat((angles_PR.cos(), angles_PR.sin()), dim=1) * factor
         self.register_buffer("cosines_and_sines_PW", both_PW.to(device, dtype), persistent=False)
 
-    def forward(self, positions_T: torch.Tensor) -> Rotation:
+    @staticmethod
+    def halves(both_TW: torch.Tensor) -> Rotation:
         """Cosines and sines, each [T, R] in the model's dtype, times the scaling's attention factor."""
-        both_TW = look_up(self.cosines_and_sines_PW, positions_T)
         half = both_TW.shape[1] // 2
         return both_TW[:, :half], both_TW[:, half:]
 

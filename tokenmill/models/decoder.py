@@ -58,6 +58,8 @@ class CausalDecoder(nn.Module):
     The weights are uninitialised until they are loaded.
     """
 
+    no_residual_D: torch.Tensor  # zeros
+
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         with device:
@@ -73,6 +75,8 @@ class CausalDecoder(nn.Module):
                 else Linear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype)
             )
         self.rotary = Rotary(spec.rope, num_positions=spec.context_length, dtype=dtype, device=device)
+        no_residual_D = torch.zeros(spec.hidden_size, dtype=dtype, device=device)
+        self.register_buffer("no_residual_D", no_residual_D, persistent=False)
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, *, layer: int, dtype: torch.dtype) -> Attention:
@@ -88,9 +92,10 @@ class CausalDecoder(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor, step: Step) -> torch.Tensor:
         """[T] -> [T, D], or [N, D] where `step` needs only some tokens"""
-        rotation = self.rotary(step.positions_T)
-        hidden_TD = self.embed_tokens(tokens_T)
-        residual_TD = torch.zeros_like(hidden_TD)
+        hidden_TD, rotation = self.embed_tokens(tokens_T, step.positions_T, self.rotary)
+        # On a GPU one row of zeros stands for all tokens, so that nothing is launched for them.
+        is_one_row = hidden_TD.is_cuda
+        residual_TD = self.no_residual_D.expand_as(hidden_TD) if is_one_row else torch.zeros_like(hidden_TD)
         for layer in self.layers[: 0 if step.is_rehearsal else -1]:
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, step.attention)
         hidden_TD, residual_TD = self.layers[-1](
