@@ -71,5 +71,5 @@ if __name__ == "__main__":
     parser.add_argument("--model-path", default="tiny")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    with sgl.Engine(model_path=options.model_path) as llm:
+    with sgl.Engine(model_path=options.model_path, schedule_policy="fcfs") as llm:
         uvicorn.run(create_app(llm), port=options.port)

@@ -76,7 +76,7 @@ def draw_pressure(rng: random.Random) -> dict[str, Any]:
         "chunked_prefill_size": rng.choice([16, 64, 1000]),
         "max_running_requests": rng.choice([2, 5, 64]),
         "steps_in_flight": rng.choice([1, 2, 3]),
-        "schedule_policy": rng.choice(["fcfs", "lpm", "lof", "random"]),
+        "schedule_policy": rng.choice([None, "fcfs", "lpm", "lof", "random"]),
         "disable_radix_cache": rng.random() < 0.2,
         "max_total_tokens": rng.choice([1100, 30_000]),  # three samples of the longest row fit
     }

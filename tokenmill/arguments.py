@@ -332,8 +332,8 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
 def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
     """The configuration that keyword arguments of `Engine` ask for.
 
-    None means "not given", and so do SGLang's own defaults for its names. `server_args` may hold a mapping
-    or an object whose attributes are arguments; keywords beside it win. Where neither says it,
+    None means "not given", and so do SGLang's own defaults for names that are not ours. `server_args` may
+    hold a mapping or an object whose attributes are arguments; keywords beside it win. Where neither says it,
     `SGLANG_RETURN_ORIGINAL_LOGPROB=1` in the environment is `logprobs_ignore_temperature=True`.
     Names that change nothing for us are ignored with one warning per process. Raises `UnknownArgument` for a
     name that nobody knows, `InvalidArgument` or `WrongType` for a value that cannot be served.

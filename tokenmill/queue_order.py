@@ -15,30 +15,28 @@ from tokenmill.messages import Request
 _NO_END = 2**62  # deeper than any branch; also longer than any known limit
 
 
-def can_run_at_once(requests: Sequence[Request], *, max_rows: int, pool_tokens: int) -> bool:
-    """Whether there are rows for all, and room for every token that they may have."""
+def can_run_at_once(requests: Sequence[Request], *, max_rows: int, num_pages: int, page_size: int) -> bool:
+    """Whether there are rows for all, and pages for every token that they may have."""
     if len(requests) > max_rows:
         return False
-    return sum(len(each.prompt_ids) + each.max_new_tokens for each in requests) <= pool_tokens
+    sizes = (len(each.prompt_ids) + each.max_new_tokens for each in requests)
+    return sum(-(-size // page_size) for size in sizes) <= num_pages
 
 
 def by_length(requests: Sequence[Request]) -> list[int]:
-    """Places of the requests, the largest `max_new_tokens` first; equals as they stand."""
-    return sorted(range(len(requests)), key=lambda place: -requests[place].max_new_tokens)
+    """Places of the requests, those that may still draw most tokens first; equals as they stand."""
+    return sorted(range(len(requests)), key=lambda place: -_draws_left(requests[place]))
 
 
 def along_prefixes(requests: Sequence[Request], *, cached: Sequence[int], page_size: int) -> list[int]:
     """Places of the requests, depth first through the tree of their prefixes of whole pages.
 
     At every fork the branch with the longest output goes first, of equals that with the most `cached`
-    tokens, which are told of each request, then by ids. A request without a limit may write longest of all.
+    tokens, which are told of each request, of these the one that stands first. A request without a limit
+    may write longest of all.
     """
     by_ids = sorted(range(len(requests)), key=lambda place: _key(requests[place]))
     leaves = [_Leaf(place, _longest(requests[place]), cached[place]) for place in by_ids]
-    if len({leaf.longest for leaf in leaves}) == 1:
-        # Groups need not be looked for: in the order of ids each is in one piece.
-        leaves.sort(key=lambda leaf: -leaf.num_cached)
-        return [leaf.place for leaf in leaves]
     root = _Branch(0)
     path: list[_Branch | _Leaf] = [root]  # to the newest leaf; all but the root miss in their parent yet
     for before, leaf in zip([None, *by_ids], leaves, strict=False):
@@ -69,6 +67,7 @@ class _Branch:
     depth: int  # pages of the beginning
     longest: int = 0  # the most new tokens that one of them may write
     num_cached: int = 0  # the most cached tokens that one of them has
+    place: int = _NO_END  # of the first of them
     children: list[_Branch | _Leaf] = field(default_factory=list)
 
     def adopt(self, child: _Branch | _Leaf) -> None:
@@ -76,6 +75,7 @@ class _Branch:
         self.children.append(child)
         self.longest = max(self.longest, child.longest)
         self.num_cached = max(self.num_cached, child.num_cached)
+        self.place = min(self.place, child.place)
 
 
 def _key(request: Request) -> tuple[bytes, bytes]:
@@ -83,7 +83,11 @@ def _key(request: Request) -> tuple[bytes, bytes]:
 
 
 def _longest(request: Request) -> int:
-    return _NO_END if request.params.max_new_tokens is None else request.max_new_tokens
+    return _NO_END if request.params.max_new_tokens is None else _draws_left(request)
+
+
+def _draws_left(request: Request) -> int:
+    return request.max_new_tokens - len(request.output_ids)
 
 
 def _fold(path: list[_Branch | _Leaf], depth: int) -> None:
@@ -108,6 +112,10 @@ def _shared_pages(one: Request, other: Request, page_size: int) -> int:
     return same // page_size
 
 
+def _rank(part: _Branch | _Leaf) -> tuple[int, int, int]:
+    return -part.longest, -part.num_cached, part.place
+
+
 def _walk(root: _Branch) -> list[int]:
     """The places of all leaves. Without recursion: prompts that grow page by page make a deep tree."""
     found: list[int] = []
@@ -117,6 +125,6 @@ def _walk(root: _Branch) -> list[int]:
         if isinstance(part, _Leaf):
             found.append(part.place)
         else:
-            # The stack gives back the last first; the sort is stable, so equals stay in the order of ids.
-            stack.extend(reversed(sorted(part.children, key=lambda each: (-each.longest, -each.num_cached))))
+            # The stack gives back the last first.
+            stack.extend(sorted(part.children, key=_rank, reverse=True))
     return found

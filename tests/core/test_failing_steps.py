@@ -108,7 +108,7 @@ set_ups = st.fixed_dictionaries(
         "max_step_tokens": st.one_of(st.integers(1, 10), st.just(60)),
         "depth": st.integers(1, 4),
         "prefix_caching": st.booleans(),
-        "policy": st.sampled_from(["fcfs", "lpm"]),
+        "policy": st.sampled_from([None, "fcfs", "lpm"]),
     }
 )
 

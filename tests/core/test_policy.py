@@ -95,7 +95,7 @@ def test_only_the_prefixes_of_its_own_namespace_count(cache: Cache, make_request
     queue = WaitingQueue(create_policy("lpm", cache))
     for request in requests:
         queue.add(RequestState(request))
-    assert drain(queue) == [2, 1, 0, 3], "what nobody shares stands together by namespace"
+    assert drain(queue) == [2, 0, 1, 3], "the others share nothing, and go as they came"
 
 
 def test_longest_output_first(cache: Cache, make_request: Make) -> None:
@@ -107,28 +107,65 @@ def test_longest_output_first(cache: Cache, make_request: Make) -> None:
 
 
 def test_where_none_is_named_the_longest_outputs_go_first(make_request: Make) -> None:
-    cache = Cache(num_pages=50_000, page_size=2)
-    queue = WaitingQueue(choose_policy(cache, max_rows=2000, has_priorities=False))
+    """All have rows and pages, to the last one."""
     lengths = [random.Random(index).randrange(50) for index in range(1800)]
+    cache = Cache(num_pages=sum(2 + -(-length // 2) for length in lengths), page_size=2)
+    queue = WaitingQueue(choose_policy(cache, max_rows=1800, has_priorities=False))
     for index, length in enumerate(lengths):
         queue.add(RequestState(make_request(str(index), [index % 7] * 4, length)))
     assert drain(queue) == sorted(range(1800), key=lambda index: (-lengths[index], index))
 
 
-def test_where_none_is_named_and_rows_are_few_prefixes_stand_together(
-    cache: Cache, make_request: Make
+@pytest.mark.parametrize(("max_rows", "num_pages"), [(50, 10**6), (1800, 1800 * 4), (1024, 10**6)])
+def test_where_none_is_named_and_not_all_can_run_prefixes_stand_together(
+    make_request: Make, max_rows: int, num_pages: int
 ) -> None:
     prompts = [[index % 7] * 4 for index in range(1800)]
-    queue = WaitingQueue(choose_policy(cache, max_rows=50, has_priorities=False))
-    named = WaitingQueue(create_policy("lpm", cache))
+    cache = Cache(num_pages=num_pages, page_size=2)
+    policy, named_policy = (
+        choose_policy(cache, max_rows=max_rows, has_priorities=False),
+        create_policy("lpm", cache),
+    )
+    named_policy.window = policy.window
+    queue, named = WaitingQueue(policy), WaitingQueue(named_policy)
     for index, prompt in enumerate(prompts):
         request = make_request(str(index), prompt, 1 + index % 10)
         queue.add(RequestState(request))
         named.add(RequestState(request))
-    order = drain(queue)
-    assert order[:1024] == drain(named)[:1024], "a window of more requests than rows is that of lpm"
+    window = policy.window
+    order = drain(queue)[:window]
+    assert order == drain(named)[:window]
     groups = [place % 7 for place in order]
-    assert sum(one != other for one, other in pairwise(groups)) == 13, "seven groups in each of two windows"
+    assert sum(one != other for one, other in pairwise(groups)) == 6
+    alike = [place for place in order if place % 70 == 0]
+    assert alike == sorted(alike), "equals go as they came"
+
+
+def test_where_none_is_named_pages_of_running_rows_count(harness: Make, make_request: Make) -> None:
+    """Rows for all, and pages for all but for those that a long row holds."""
+    computed = {}
+    for policy in (None, "lpm"):
+        loop = harness(
+            policy=policy, num_pages=400, max_rows=64, max_sequence_tokens=1600, max_step_tokens=1600
+        )
+        loop.submit(make_request("long", [4] * 1530, 30))
+        loop.step()
+        prompts = [[*([group] * 32), index] for index in range(10) for group in range(4)]
+        loop.submit(*(make_request(str(index), each, 1 + index % 3) for index, each in enumerate(prompts)))
+        loop.run()
+        computed[policy] = loop.mill.num_computed
+    assert computed[None] == computed["lpm"]
+
+
+def test_what_was_drawn_already_does_not_count(make_request: Make) -> None:
+    """Of a core that died, rows come back with their tokens."""
+    cache = Cache(num_pages=5000, page_size=2)
+    queue = WaitingQueue(choose_policy(cache, max_rows=8, has_priorities=False))
+    nearly_done = make_request("0", [1], 50)
+    object.__setattr__(nearly_done, "output_ids", (1,) * 45)
+    for request in (nearly_done, make_request("1", [1], 4), make_request("2", [1], 6)):
+        queue.add(RequestState(request))
+    assert drain(queue) == [2, 0, 1]
 
 
 def test_where_none_is_named_no_prefix_is_lost_for_want_of_pages(harness: Make, make_request: Make) -> None:
@@ -366,14 +403,15 @@ def mixed_requests(make_request: Make, seed: int) -> list[Any]:
 def test_a_job_ends_sooner_with_the_longest_first(
     harness: Make, make_request: Make, by_prefix_only: Callable[[], None]
 ) -> None:
-    """And nothing more is computed for it."""
+    """And next to nothing more is computed for it: a page where a prompt follows one that it begins."""
     jobs = [mixed_requests(make_request, seed) for seed in range(10)]
     longest_first = [run_job(harness, job, num_pages=400) for job in jobs]
     by_prefix_only()
     by_prefix = [run_job(harness, job, num_pages=400) for job in jobs]
-    assert [tokens for _, tokens in longest_first] == [tokens for _, tokens in by_prefix]
+    computed, computed_before = (sum(tokens for _, tokens in runs) for runs in (longest_first, by_prefix))
+    assert computed <= 1.002 * computed_before
     steps, steps_before = (sum(steps for steps, _ in runs) for runs in (longest_first, by_prefix))
-    assert steps < 0.85 * steps_before
+    assert steps < 0.88 * steps_before
     for job, (taken, _) in zip(jobs, longest_first, strict=True):
         # No schedule is shorter than its longest row, or than all rows over all slots.
         least = max(40, sum(request.max_new_tokens for request in job) / 8)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tokenmill as sgl
+from tokenmill.frontend import planning
 from tokenmill.frontend.planning import SAMPLE_ROWS, sample_of
 from tokenmill.frontend.prefixes import cached_tokens
 from tokenmill.frontend.speed import Speed, forecast
@@ -85,6 +86,28 @@ def test_tokens_are_those_that_the_engine_counts(llm: sgl.Engine, options: dict[
     assert plan.output_tokens == plan.max_output_tokens == told["completion_tokens"]
     assert plan.cached_tokens == told["cached_tokens"] > 0
     assert (plan.rows, plan.requests, plan.sampled_rows) == (40, 40 * n, None)
+
+
+def test_the_order_is_that_of_the_engine(llm: sgl.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all can run at once, and where not."""
+    seen: list[list[Request]] = []
+
+    def cached(requests: list[Request], **sizes: Any) -> Any:
+        seen.append(requests)
+        return np.zeros(len(requests), dtype=np.int64)
+
+    monkeypatch.setattr(planning, "cached_tokens", cached)
+    draw = random.Random(3)
+    for count in (8, 40):  # of eight rows
+        prompts = [[index % 3] * 16 + [index] for index in range(count)]
+        params = [{"max_new_tokens": draw.randint(1, 9), "ignore_eos": True} for _ in range(count)]
+        llm.plan(None, params, prompts)
+        order = [int(request.prompt_ids[-1]) for request in seen.pop()]
+        lengths = [params[place]["max_new_tokens"] for place in order]
+        groups = [place % 3 for place in order]
+        num_changes = sum(one != other for one, other in pairwise(groups))
+        assert (lengths == sorted(lengths, reverse=True)) == (count == 8)
+        assert (num_changes == 2) == (count == 40)
 
 
 def test_outputs_are_bounded_or_as_long_as_the_caller_knows(llm: sgl.Engine) -> None:

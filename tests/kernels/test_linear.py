@@ -316,7 +316,10 @@ def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
     [
         (64, 896, 4864, (64, 128)),  # Qwen2.5-0.5B: 76 tiles
         (128, 896, 4864, (128, 128)),
-        (256, 896, 4864, (128, 160)),  # twice 61, where it would be twice 76
+        (136, 896, 4864, None),
+        (192, 896, 4864, None),
+        (208, 896, 4864, (128, 160)),  # twice 61, where it would be twice 76
+        (256, 896, 4864, (128, 160)),
         (64, 1536, 8960, (64, 160)),  # Qwen2.5-1.5B: 112 instead of 140
         (128, 2560, 9728, (128, 160)),  # Qwen3-4B: 122 instead of 152
         (256, 2560, 9728, None),

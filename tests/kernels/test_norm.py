@@ -47,6 +47,11 @@ def test_triton_agrees(triton_device: str, dtype: torch.dtype, size: int) -> Non
     normed, total = triton_norm.add_rms_norm(x, residual, weight, 1e-6)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, rms_norm_torch(total, weight, 1e-6))
+    one_row = residual[0].expand_as(residual)  # for all
+    normed, total = triton_norm.add_rms_norm(x, one_row, weight, 1e-6)
+    torch.testing.assert_close(total, x + one_row)
+    torch.testing.assert_close(normed, rms_norm_torch(total, weight, 1e-6))
+    assert total.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

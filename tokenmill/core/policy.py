@@ -100,15 +100,20 @@ class ShortTail:
     def __init__(self, cache: Cache, max_rows: int) -> None:
         self._along_prefixes = LongestPrefixFirst(cache)
         self._by_length = LongestOutputFirst(cache)
+        self._cache = cache
         self._max_rows = max_rows
-        self._pool_tokens = cache.max_columns * cache.page_size
         # So large that one which is not full holds all that wait, and a full one more than the rows.
         self.window = max(self._along_prefixes.window, max_rows + 1)
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
         """By their outputs alone where no prefix is forgotten before all that begin with it have come."""
-        waiting = [state.request for state in requests]
-        at_once = can_run_at_once(waiting, max_rows=self._max_rows, pool_tokens=self._pool_tokens)
+        waiting, cache = [state.request for state in requests], self._cache
+        at_once = not cache.prefix_caching or can_run_at_once(
+            waiting,
+            max_rows=self._max_rows,
+            num_pages=cache.num_available_columns,  # pages that rows use already are not
+            page_size=cache.page_size,
+        )
         return (self._by_length if at_once else self._along_prefixes).ordered(requests)
 
 

@@ -256,10 +256,13 @@ def _in_order(requests: Sequence[Request], config: EngineConfig, facts: EngineFa
     ordered: list[Request] = []
     for first in range(0, len(requests), window):
         waiting = requests[first : first + window]
-        if policy == "lof" or (
-            policy is None
-            and can_run_at_once(waiting, max_rows=max_rows, pool_tokens=facts.max_total_num_tokens)
-        ):
+        at_once = config.disable_radix_cache or can_run_at_once(
+            waiting,
+            max_rows=max_rows,
+            num_pages=facts.max_total_num_tokens // facts.page_size,
+            page_size=facts.page_size,
+        )
+        if policy == "lof" or (policy is None and at_once):
             places = by_length(waiting)
         else:
             places = along_prefixes(waiting, cached=[0] * len(waiting), page_size=facts.page_size)

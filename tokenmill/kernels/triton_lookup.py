@@ -18,8 +18,8 @@ def look_up_both(
     table_VD: torch.Tensor, ids_T: torch.Tensor, other_PW: torch.Tensor, places_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lookup.look_up_both`; nothing waits for the device."""
-    assert table_VD.is_contiguous()
-    assert other_PW.is_contiguous()
+    assert all(each.is_contiguous() for each in (table_VD, ids_T, other_PW, places_T))
+    assert len(ids_T) == len(places_T)
     num_rows, (size, other_size) = len(ids_T), (table_VD.shape[1], other_PW.shape[1])
     found_TD = torch.empty((num_rows, size), dtype=table_VD.dtype, device=table_VD.device)
     found_TW = torch.empty((num_rows, other_size), dtype=other_PW.dtype, device=other_PW.device)
