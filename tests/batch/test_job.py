@@ -19,6 +19,7 @@ import pytest
 from tests.batch.row_files import SHORT, Rows, capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
 from tokenmill.batch import command
+from tokenmill.batch.engine_facts import engine_facts
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.sources import open_source
@@ -456,3 +457,16 @@ def test_a_signal_that_a_shell_has_made_it_ignore_stays_so() -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "order"),
+    [
+        ({}, "longest outputs first"),
+        ({"enable_priority_scheduling": True}, "fcfs"),
+        ({"schedule_policy": "random"}, "random"),
+    ],
+)
+def test_a_job_tells_the_order_of_an_engine_that_chose_it(arguments: dict[str, Any], order: str) -> None:
+    with Engine(model_path="tiny", **arguments) as engine:
+        assert engine_facts(engine)["schedule_policy"] == order

@@ -28,7 +28,10 @@ _NAMES = (
 def engine_facts(engine: Engine) -> dict[str, Any]:
     """Model, device, limits and version, as plain JSON."""
     info = engine.get_server_info()
-    return {**{name: info[name] for name in _NAMES}, "tokenmill": info["version"]}
+    facts = {name: info[name] for name in _NAMES}
+    if facts["schedule_policy"] is None:  # the engine chose it
+        facts["schedule_policy"] = "fcfs" if info["enable_priority_scheduling"] else "longest outputs first"
+    return {**facts, "tokenmill": info["version"]}
 
 
 def look_at_device(engine: Engine, figures: Figures) -> None:
