@@ -12,7 +12,14 @@ import numpy as np
 
 from tokenmill.messages import Request
 
+# Requests that are put into such an order at a time.
+PREFIX_WINDOW, LENGTH_WINDOW = 1024, 65_536
 _NO_END = 2**62  # deeper than any branch; also longer than any known limit
+
+
+def short_tail_window(max_rows: int) -> int:
+    """So large that one which is not full holds all that wait, and a full one more than the rows."""
+    return max(PREFIX_WINDOW, max_rows + 1)
 
 
 def can_run_at_once(requests: Sequence[Request], *, max_rows: int, num_pages: int, page_size: int) -> bool:

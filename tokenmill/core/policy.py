@@ -10,7 +10,14 @@ from typing import Protocol
 
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import Cache
-from tokenmill.queue_order import along_prefixes, by_length, can_run_at_once
+from tokenmill.queue_order import (
+    LENGTH_WINDOW,
+    PREFIX_WINDOW,
+    along_prefixes,
+    by_length,
+    can_run_at_once,
+    short_tail_window,
+)
 
 
 class Policy(Protocol):
@@ -44,11 +51,12 @@ class LongestPrefixFirst:
     """Prompts that share a prefix stand together, even before anything is cached; it is computed once, then.
 
     What may write longest goes first, as far as that parts no such group: a group goes by its longest
-    request, and so do the groups within it. So the end of a job is not one long request alone, and no more is
-    computed for it. Equals are ordered by their cached tokens, the most first, then by their ids.
+    request, and so do the groups within it. So the end of a job is not one long request alone, and next to
+    nothing more is computed for it. Equals are ordered by their cached tokens, the most first, then as they
+    came.
     """
 
-    window = 1024
+    window = PREFIX_WINDOW
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -67,13 +75,13 @@ class LongestPrefixFirst:
 class LongestOutputFirst:
     """The most new tokens allowed first: what may take longest is not left for the end."""
 
-    window = 65_536
+    window = LENGTH_WINDOW
 
     def __init__(self, cache: Cache) -> None:
         del cache
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
-        """By the limit of new tokens; equals as they came."""
+        """By the tokens that they may still draw; equals as they came."""
         return [requests[place] for place in by_length([state.request for state in requests])]
 
 
@@ -102,8 +110,7 @@ class ShortTail:
         self._by_length = LongestOutputFirst(cache)
         self._cache = cache
         self._max_rows = max_rows
-        # So large that one which is not full holds all that wait, and a full one more than the rows.
-        self.window = max(self._along_prefixes.window, max_rows + 1)
+        self.window = short_tail_window(max_rows)
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
         """By their outputs alone where no prefix is forgotten before all that begin with it have come."""

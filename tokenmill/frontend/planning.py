@@ -24,14 +24,21 @@ from tokenmill.frontend.prefixes import cached_tokens
 from tokenmill.frontend.prompts import read_prompts
 from tokenmill.frontend.speed import Speed, forecast, measure
 from tokenmill.messages import EngineFacts, LongArray, Request
-from tokenmill.queue_order import along_prefixes, by_length, can_run_at_once
+from tokenmill.queue_order import (
+    LENGTH_WINDOW,
+    PREFIX_WINDOW,
+    along_prefixes,
+    by_length,
+    can_run_at_once,
+    short_tail_window,
+)
 from tokenmill.sampling_params import SamplingParams, check_real
 
 # Of a longer pile so many rows are looked at, in runs of neighbours, because neighbours share prefixes.
 SAMPLE_ROWS = 8192
 SAMPLE_RUN = 512
+_WINDOWS = {"lpm": PREFIX_WINDOW, "lof": LENGTH_WINDOW}
 _MOST_PLAYED = 200_000  # requests whose steps are played through
-_WINDOWS = {"lpm": 1024, "lof": 65_536}  # waiting requests that the core puts into such an order at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,21 +255,26 @@ def _in_order(requests: Sequence[Request], config: EngineConfig, facts: EngineFa
     """The requests in about the order in which the core will start them, as its policies have it."""
     policy, max_rows = config.schedule_policy, facts.max_running_requests
     if policy is None and not config.enable_priority_scheduling:
-        window = max(_WINDOWS["lpm"], max_rows + 1)
+        window = short_tail_window(max_rows)
     elif policy in _WINDOWS:
         window = _WINDOWS[policy]
     else:
         return list(requests)
-    ordered: list[Request] = []
-    for first in range(0, len(requests), window):
-        waiting = requests[first : first + window]
-        at_once = config.disable_radix_cache or can_run_at_once(
+
+    def goes_by_length(waiting: Sequence[Request]) -> bool:
+        if policy is not None:
+            return policy == "lof"
+        return config.disable_radix_cache or can_run_at_once(
             waiting,
             max_rows=max_rows,
             num_pages=facts.max_total_num_tokens // facts.page_size,
             page_size=facts.page_size,
         )
-        if policy == "lof" or (policy is None and at_once):
+
+    ordered: list[Request] = []
+    for first in range(0, len(requests), window):
+        waiting = requests[first : first + window]
+        if goes_by_length(waiting):
             places = by_length(waiting)
         else:
             places = along_prefixes(waiting, cached=[0] * len(waiting), page_size=facts.page_size)
