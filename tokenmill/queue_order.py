@@ -5,11 +5,10 @@ Owns no pages and no cache: it looks at prompts and limits only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from tokenmill.frozen import lightly_frozen
 from tokenmill.messages import Request
 
 # Requests that are put into such an order at a time.
@@ -42,18 +41,17 @@ def along_prefixes(requests: Sequence[Request], *, cached: Sequence[int], page_s
     tokens, which are told of each request, of these the one that stands first. A request without a limit
     may write longest of all.
     """
-    by_ids = sorted(range(len(requests)), key=lambda place: _key(requests[place]))
-    leaves = [_Leaf(place, _longest(requests[place]), cached[place]) for place in by_ids]
+    leaves = [_Leaf(at, _longest(each), cached[at]) for at, each in enumerate(requests)]
     root = _Branch(0)
-    path: list[_Branch | _Leaf] = [root]  # to the newest leaf; all but the root miss in their parent yet
-    for before, leaf in zip([None, *by_ids], leaves, strict=False):
-        _fold(path, 0 if before is None else _shared_pages(requests[before], requests[leaf.place], page_size))
-        path.append(leaf)
-    _fold(path, 0)
+    for family in _families(requests, page_size):
+        if len(family) == 1:
+            root.children.append(leaves[family[0]])
+        else:
+            _grow(root, [leaves[place] for place in family], requests, page_size)
     return _walk(root)
 
 
-@dataclass(frozen=True, slots=True)
+@lightly_frozen()
 class _Leaf:
     """One request, with what decides its place."""
 
@@ -85,8 +83,16 @@ class _Branch:
         self.place = min(self.place, child.place)
 
 
-def _key(request: Request) -> tuple[bytes, bytes]:
-    return request.cache_namespace, request.prompt_ids.tobytes()
+def _families(requests: Sequence[Request], page_size: int) -> Iterable[list[int]]:
+    """Places of the requests, those together whose prompts begin with the same full page.
+
+    Only these need a closer look, and as a rule they are few.
+    """
+    families: dict[tuple[bytes, bytes], list[int]] = {}
+    for place, request in enumerate(requests):
+        first_page = request.prompt_ids[:page_size].tobytes()
+        families.setdefault((request.cache_namespace, first_page), []).append(place)
+    return families.values()
 
 
 def _longest(request: Request) -> int:
@@ -95,6 +101,17 @@ def _longest(request: Request) -> int:
 
 def _draws_left(request: Request) -> int:
     return request.max_new_tokens - len(request.output_ids)
+
+
+def _grow(root: _Branch, family: list[_Leaf], requests: Sequence[Request], page_size: int) -> None:
+    """Add the branch of requests that begin with the same page."""
+    family.sort(key=lambda leaf: requests[leaf.place].prompt_ids.tobytes())
+    path: list[_Branch | _Leaf] = [root]  # to the newest leaf; all but the root miss in their parent yet
+    for before, leaf in zip([None, *family], family, strict=False):
+        same = 0 if before is None else _shared_pages(requests[before.place], requests[leaf.place], page_size)
+        _fold(path, same)
+        path.append(leaf)
+    _fold(path, 0)
 
 
 def _fold(path: list[_Branch | _Leaf], depth: int) -> None:
@@ -110,13 +127,13 @@ def _fold(path: list[_Branch | _Leaf], depth: int) -> None:
 
 def _shared_pages(one: Request, other: Request, page_size: int) -> int:
     """Full pages at the beginning of both prompts that are the same."""
-    if one.cache_namespace != other.cache_namespace:
-        return 0
     first, second = one.prompt_ids, other.prompt_ids
     length = min(len(first), len(second))
+    if not length:
+        return 0
     differs = first[:length] != second[:length]
-    same = int(np.argmax(differs)) if differs.any() else length
-    return same // page_size
+    same = int(differs.argmax())  # the first place where they do, or 0
+    return (same if differs[same] else length) // page_size
 
 
 def _rank(part: _Branch | _Leaf) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tokenmill.kvcache import Cache, RowPages
+from tokenmill.kvcache.radix import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -217,3 +218,44 @@ def test_random_rows_keep_the_books_in_order(num_pages: int | tuple[int, int]) -
     assert cache.num_available_columns == expected
     cache.flush()
     assert cache.num_free_pages == cache.num_pages
+
+
+@pytest.mark.parametrize("num_pages", [30, 400, (35, 30)])
+def test_a_match_is_the_longest_whatever_was_looked_for_before(num_pages: int | tuple[int, int]) -> None:
+    """Step by step through the tree, among more beginnings than paths that are remembered."""
+    choice = random.Random(8)
+    cache = Cache(num_pages=num_pages, page_size=2)
+    heads = [[first, second] for first in range(10) for second in range(10)]
+    num_found = 0
+    for _ in range(3000):
+        namespace = choice.choice([b"", b"n"])
+        tokens = array("i", choice.choice(heads) + [choice.randrange(2) for _ in range(choice.randrange(10))])
+        tables: list[list[int]] = [[] for _ in range(1 if isinstance(num_pages, int) else len(num_pages))]
+        node: int | None = ROOT
+        for column in range((len(tokens) - 1) // 2):
+            key = tokens[2 * column : 2 * column + 2].tobytes()
+            node = cache._tree.find(node, key if column else namespace + key)
+            if node is None:
+                break
+            for table, page in zip(tables, cache._tree.pages(node), strict=True):
+                table.append(page)
+        row = cache.match(tokens.tobytes(), namespace=namespace)
+        assert row.tables == tuple(tables)
+        assert row.num_shared == len(tables[0])
+        num_found += row.num_shared
+        if cache.reserve(row, len(tokens)) and choice.random() < 0.8:
+            cache.commit(row, tokens, num_tokens=len(tokens))
+        (cache.discard if choice.random() < 0.1 else cache.release)(row)
+    cache.check_invariants([])
+    assert num_found > 100
+
+
+def test_many_pages_are_evicted_at_once() -> None:
+    cache = Cache(num_pages=6, page_size=2)
+    cache.release(run(cache, [1, 2, 3, 4, 5, 6]))
+    cache.release(run(cache, [7, 8, 9]))
+    row = cache.match(ids(7, 8, 0).tobytes())
+    assert cache.reserve(row, 10)
+    assert len(set(row.tables[0])) == 5
+    cache.check_invariants([row])
+    assert cache.count_cached(ids(1, 2, 3).tobytes()) == 2

@@ -13,16 +13,28 @@ pytestmark = pytest.mark.unit
 
 def grow(tree: PrefixTree, path: str, first_page: int) -> int:
     """Insert the missing nodes of a path, one letter per node; returns the last node, pinned once."""
-    node = ROOT
-    for depth, letter in enumerate(path):
-        child = tree.find(node, letter.encode())
-        if child is None:
-            child = tree.insert(node, letter.encode(), (first_page + depth,))
-        else:
-            tree.pin(child)
-            tree.unpin(node)
-        node = child
-    return node
+    pages = [(first_page + depth,) for depth in range(len(path))]
+    return tree.extend(ROOT, [letter.encode() for letter in path], pages)[0]
+
+
+def test_only_missing_nodes_are_added_and_the_pin_moves_to_the_last() -> None:
+    tree = PrefixTree()
+    keys = [letter.encode() for letter in "abc"]
+    b, num_found = tree.extend(ROOT, keys[:2], [(0,), (1,)])
+    assert num_found == 0
+    c, num_found = tree.extend(ROOT, keys, [(10,), (11,), (12,)])
+    assert num_found == 2
+    assert tree.parent(c) == b
+    assert (tree.pages(b), tree.pages(c)) == ((1,), (12,))
+    tree.check_invariants([b, c])
+    tree.unpin(b)
+    assert tree.num_unpinned == 0
+    again, num_found = tree.extend(ROOT, keys, [(20,), (21,), (22,)])
+    assert (again, num_found) == (c, 3)
+    tree.check_invariants([c, c])
+    tree.unpin(c)
+    tree.unpin(c)
+    tree.check_invariants([])
 
 
 def test_find_follows_the_path() -> None:
@@ -58,11 +70,11 @@ def test_eviction_takes_leaves_first_and_spares_pinned_paths() -> None:
     kept = grow(tree, "ax", 0)
     tree.unpin(grow(tree, "abc", 10))
     assert tree.num_unpinned == 2
-    assert [tree.evict(), tree.evict()] == [(12,), (11,)]
+    assert tree.evict(2) == [(12,), (11,)]
     assert tree.num_unpinned == 0
     tree.check_invariants([kept])
     tree.unpin(kept)
-    assert [tree.evict(), tree.evict()] == [(1,), (0,)]
+    assert tree.evict(2) == [(1,), (0,)]
     assert len(tree) == 0
 
 
@@ -74,19 +86,19 @@ def test_the_longest_unused_goes_first() -> None:
     assert a is not None
     tree.pin(a)
     tree.unpin(a)
-    assert [tree.evict() for _ in range(3)] == [(1,), (2,), (0,)]
+    assert tree.evict(3) == [(1,), (2,), (0,)]
 
 
 def test_a_node_is_new_when_it_comes_back() -> None:
     tree = PrefixTree()
     tree.unpin(grow(tree, "ab", 0))
-    tree.evict()
-    tree.evict()
+    tree.evict(1)
+    tree.evict(1)
     node = grow(tree, "zb", 5)
     assert tree.find(ROOT, b"a") is None
     tree.check_invariants([node])
     tree.unpin(node)
-    assert [tree.evict(), tree.evict()] == [(6,), (5,)]
+    assert tree.evict(2) == [(6,), (5,)]
 
 
 def test_random_use_evicts_like_a_plain_list_does() -> None:
@@ -104,7 +116,7 @@ def test_random_use_evicts_like_a_plain_list_does() -> None:
         else:
             leaves = [path for path in last_used if not {path + "a", path + "b"} & set(last_used)]
             oldest = min(last_used[leaf] for leaf in leaves)
-            (evicted,) = tree.evict()
+            ((evicted,),) = tree.evict(1)
             victim = next(path for path in leaves if pages[path] == evicted)
             assert last_used[victim] == oldest
             del last_used[victim], pages[victim]
@@ -122,4 +134,4 @@ def test_the_heap_stays_in_proportion_to_the_tree() -> None:
     assert len(tree._leaves) <= 64 + 2 * len(tree) + 1
     for node in nodes:
         tree.unpin(node)
-    assert [tree.evict() for _ in nodes] == [(index,) for index in range(8)]
+    assert tree.evict(len(nodes)) == [(index,) for index in range(8)]

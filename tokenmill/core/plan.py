@@ -94,10 +94,8 @@ class PlanDraft:
         self._counts: list[int] = []
         self._samples: list[bool] = []
         self._token_ids: list[IntArray] = []
-        self._page_slots: list[int] = []
-        self._page_groups: list[int] = []
-        self._page_columns: list[int] = []
-        self._page_ids: list[int] = []
+        self._page_runs: list[tuple[int, int, int, int]] = []  # of columns: slot, group, the first, how many
+        self._page_ids: list[int] = []  # of all runs
         self._entered: list[RequestState] = []
         self.chunks: list[RequestState] = []  # whose rows compute ids the host knows, in their order
 
@@ -123,19 +121,16 @@ class PlanDraft:
     def add_row(self, state: RequestState, pages: RowPages) -> None:
         """A request that enters its slot in this step, with all its pages."""
         self._entered.append(state)
-        for group, table in enumerate(pages.tables):
-            self._page_slots += [state.slot] * len(table)
-            self._page_groups += [group] * len(table)
-            self._page_columns += range(len(table))
-            self._page_ids += table
+        self._add_pages(state.slot, pages, first=0)
 
     def add_page(self, slot: int, pages: RowPages, *, column: int) -> None:
-        """One more column of a row that has entered before."""
+        """One more column, the last one, of a row that has entered before."""
+        self._add_pages(slot, pages, first=column)
+
+    def _add_pages(self, slot: int, pages: RowPages, *, first: int) -> None:
         for group, table in enumerate(pages.tables):
-            self._page_slots.append(slot)
-            self._page_groups.append(group)
-            self._page_columns.append(column)
-            self._page_ids.append(table[column])
+            self._page_runs.append((slot, group, first, len(table) - first))
+            self._page_ids += table[first:]
 
     def build(self) -> StepPlan:
         """The plan; the draft is used up."""
@@ -150,6 +145,7 @@ class PlanDraft:
             counts = np.concatenate([counts, _ints(self._counts)])
             samples = np.concatenate([samples, np.array(self._samples, dtype=np.bool_)])
             token_ids = np.concatenate(self._token_ids)
+        page_slots, page_groups, page_columns = _spread(self._page_runs)
         return StepPlan(
             slots=slots,
             starts=starts,
@@ -157,9 +153,9 @@ class PlanDraft:
             samples=samples,
             num_decodes=num_decodes,
             token_ids=token_ids,
-            page_slots=_ints(self._page_slots),
-            page_groups=_ints(self._page_groups),
-            page_columns=_ints(self._page_columns),
+            page_slots=page_slots,
+            page_groups=page_groups,
+            page_columns=page_columns,
             page_ids=_ints(self._page_ids),
             new_rows=_row_starts(self._entered) if self._entered else None,
         )
@@ -167,6 +163,16 @@ class PlanDraft:
 
 def _ints(values: list[int]) -> IntArray:
     return np.array(values, dtype=np.int32) if values else _NOTHING
+
+
+def _spread(runs: list[tuple[int, int, int, int]]) -> tuple[IntArray, IntArray, IntArray]:
+    """Slot, group and column of every page of these runs."""
+    if not runs:
+        return _NOTHING, _NOTHING, _NOTHING
+    slots, groups, firsts, counts = np.array(runs, dtype=np.int32).T
+    before = np.cumsum(counts, dtype=np.int32) - counts  # pages of the runs before each
+    columns = np.arange(counts.sum(), dtype=np.int32) + np.repeat(firsts - before, counts)
+    return np.repeat(slots, counts), np.repeat(groups, counts), columns
 
 
 def _row_starts(states: list[RequestState]) -> RowStarts:

@@ -19,9 +19,11 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from tokenmill.kvcache.pages import PageGroup
-from tokenmill.kvcache.radix import ROOT, PrefixTree
+from tokenmill.kvcache.radix import ROOT, Edge, PrefixTree
 
 _BYTES_PER_ID = 4
+# Prefixes that are looked for in turns, as those of a shuffled job.
+_MOST_PATHS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -42,22 +44,27 @@ class RowPages:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A prefix that was found in the tree, remembered because the next one looked for is often the same."""
+    """A prefix that was found in the tree, remembered because the next one often begins like it."""
 
-    namespace: bytes
     token_ids: bytes
     nodes: list[int]
     tables: tuple[list[int], ...]  # the nodes' pages, one list per group
-    num_evictions: int  # of the tree, when it was found: without one more, it is still there
+    edge: Edge | None  # of the last node: while the tree has this very one, it has all the nodes
 
-    def leads(self, token_ids: bytes, namespace: bytes, *, num_evictions: int) -> bool:
-        """Whether these ids go on from here, with at least one of them to spare."""
-        return (
-            self.num_evictions == num_evictions
-            and self.namespace == namespace
-            and len(self.token_ids) < len(token_ids)
-            and token_ids.startswith(self.token_ids)
-        )
+    def num_common(self, token_ids: bytes, *, stride: int) -> int:
+        """How many of its columns, of `stride` bytes of ids, these ids have, too, and one id to spare."""
+        own, most = self.token_ids, min(len(self.nodes), (len(token_ids) - 1) // stride)
+        if token_ids.startswith(own[: most * stride]):
+            return most
+        least, most = 0, most - 1  # the same up to `least` columns, not up to `most` + 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            part = slice(least * stride, middle * stride)
+            if token_ids[part] == own[part]:
+                least = middle
+            else:
+                most = middle - 1
+        return least
 
 
 class Cache:
@@ -78,7 +85,8 @@ class Cache:
         # Every column takes a page of each group, so the smallest group is always the one that runs out.
         self._smallest = min(self._groups, key=lambda group: group.num_pages)
         self._tree = PrefixTree()
-        self._last_path = self._no_path(b"")
+        self._no_path = _Path(b"", [], tuple([] for _ in self._groups), None)
+        self._paths: dict[int, _Path] = {}  # by their first nodes, the one asked for last at the end
         self._key_bytes = page_size * _BYTES_PER_ID
 
     @property
@@ -142,11 +150,10 @@ class Cache:
         if missing > len(free):
             if missing > len(free) + self._tree.num_unpinned:
                 return False
-            while missing > len(free):
-                self._evict()
-        for group, table in zip(self._groups, row.tables, strict=True):
-            for _ in range(missing):
-                table.append(group.take())
+            self._evict(missing - len(free))
+        if missing > 0:
+            for group, table in zip(self._groups, row.tables, strict=True):
+                table += group.take(missing)
         return True
 
     def commit(self, row: RowPages, token_ids: array[int], *, num_tokens: int) -> None:
@@ -154,28 +161,32 @@ class Cache:
 
         The step that computes them must have been launched, and their ids must be in `token_ids`.
         """
-        if not self.prefix_caching:
+        first, num_full = row.num_shared, num_tokens // self.page_size
+        if num_full <= first or not self.prefix_caching:
             return
         assert num_tokens <= len(token_ids), "a page is remembered by its ids, and some are not known yet"
-        size = self.page_size
-        num_full = num_tokens // size
-        for column in range(row.num_shared, num_full):
-            key = token_ids[column * size : (column + 1) * size].tobytes()
-            self._commit_column(row, column, key if column else row.namespace + key)
-        row.num_shared = max(row.num_shared, num_full)
+        ids, stride = token_ids[first * self.page_size : num_full * self.page_size].tobytes(), self._key_bytes
+        keys = [ids[start : start + stride] for start in range(0, len(ids), stride)]
+        if not first:
+            keys[0] = row.namespace + keys[0]
+        pages = list(zip(*[table[first:num_full] for table in row.tables], strict=True))
+        row.node, num_found = self._tree.extend(row.node, keys, pages)
+        row.duplicates += pages[:num_found]
+        for group, table in zip(self._groups, row.tables, strict=True):
+            group.hand_to_tree(table[first + num_found : num_full])
+        row.num_shared = num_full
 
     def release(self, row: RowPages) -> None:
         """Free the row's private pages; those of the tree stay until somebody needs the room."""
-        for duplicate in row.duplicates:
-            self._give_back(duplicate)
+        if row.duplicates:
+            self._give_back(row.duplicates)
+            row.duplicates = []
         for group, table in zip(self._groups, row.tables, strict=True):
-            for page in table[row.num_shared :]:
-                group.give_back(page)
+            group.give_back(table[row.num_shared :])
         self._tree.unpin(row.node)
         row.node = ROOT
         row.num_shared = 0
-        row.tables = tuple([] for _ in self._groups)
-        row.duplicates = []
+        row.tables = tuple([[] for _ in self._groups])
 
     def discard(self, row: RowPages) -> None:
         """As `release`, but nothing of the row is remembered that nobody else uses."""
@@ -186,7 +197,7 @@ class Cache:
             pages = self._tree.remove_unused(node)
             if pages is None:
                 return
-            self._give_back(pages)
+            self._give_back([pages])
             node = parent
 
     def uses(self, row: RowPages, pages: Set[int]) -> bool:
@@ -203,8 +214,7 @@ class Cache:
     def forget(self, pages: Set[int]) -> None:
         """Forget all prefixes that lie in one of these pages of the first group; no row may use them."""
         if self._groups[0].are_shared(pages):
-            for found in self._tree.remove_below(pages):
-                self._give_back(found)
+            self._give_back(self._tree.remove_below(pages))
 
     def count_released(self, rows: Sequence[RowPages]) -> int:
         """Columns that `release` of all these rows would make available; changes nothing."""
@@ -214,8 +224,7 @@ class Cache:
     def flush(self) -> int:
         """Forget every prefix that no row uses; returns the number of pages freed."""
         num_before = self.num_free_pages
-        while self._tree.num_unpinned:
-            self._evict()
+        self._evict(self._tree.num_unpinned)
         return self.num_free_pages - num_before
 
     def check_invariants(self, rows: Iterable[RowPages]) -> None:
@@ -230,45 +239,32 @@ class Cache:
 
     def _walk(self, token_ids: bytes, namespace: bytes) -> _Path:
         """The longest remembered prefix that leaves one token to compute."""
-        path = self._last_path
-        if not path.leads(token_ids, namespace, num_evictions=self._tree.num_evictions):
-            path = self._no_path(namespace)
-        if not self.prefix_caching:
-            return path
-        nodes, tables = list(path.nodes), tuple(map(list, path.tables))
-        find, pages, stride = self._tree.find, self._tree.pages, self._key_bytes
-        start = len(path.token_ids)
-        while start + stride < len(token_ids):
-            key = token_ids[start : start + stride]
-            node = find(nodes[-1], key) if nodes else find(ROOT, namespace + key)
-            if node is None:
-                break
-            nodes.append(node)
-            for table, page in zip(tables, pages(node), strict=True):
-                table.append(page)
-            start += stride
-        self._last_path = _Path(namespace, token_ids[:start], nodes, tables, self._tree.num_evictions)
-        return self._last_path
+        tree, stride = self._tree, self._key_bytes
+        first = None
+        if len(token_ids) > stride:
+            first = tree.find(ROOT, namespace + token_ids[:stride])
+        if first is None:
+            return self._no_path
+        path = self._paths.pop(first, self._no_path)
+        if path.edge is None or tree.edge(path.nodes[-1]) is not path.edge:
+            path = self._no_path
+        known = path.num_common(token_ids, stride=stride)
+        nodes = path.nodes[:known] or [first]
+        later = range(len(nodes) * stride, len(token_ids) - stride, stride)
+        nodes += tree.follow(nodes[-1], (token_ids[start : start + stride] for start in later))
+        if not known or not known == len(nodes) == len(path.nodes):
+            tables = tuple([table[:known] for table in path.tables])
+            for index, table in enumerate(tables):
+                table += [tree.pages(node)[index] for node in nodes[known:]]
+            path = _Path(token_ids[: len(nodes) * stride], nodes, tables, tree.edge(nodes[-1]))
+        self._paths[first] = path
+        if len(self._paths) > _MOST_PATHS:
+            del self._paths[next(iter(self._paths))]
+        return path
 
-    def _no_path(self, namespace: bytes) -> _Path:
-        return _Path(namespace, b"", [], tuple([] for _ in self._groups), self._tree.num_evictions)
+    def _evict(self, num_columns: int) -> None:
+        self._give_back(self._tree.evict(num_columns))
 
-    def _commit_column(self, row: RowPages, column: int, key: bytes) -> None:
-        pages = tuple([table[column] for table in row.tables])
-        node = self._tree.find(row.node, key)
-        if node is None:
-            for group, page in zip(self._groups, pages, strict=True):
-                group.hand_to_tree(page)
-            row.node = self._tree.insert(row.node, key, pages)
-        else:
-            row.duplicates.append(pages)
-            self._tree.pin(node)
-            self._tree.unpin(row.node)
-            row.node = node
-
-    def _evict(self) -> None:
-        self._give_back(self._tree.evict())
-
-    def _give_back(self, pages: tuple[int, ...]) -> None:
-        for group, page in zip(self._groups, pages, strict=True):
-            group.give_back(page)
+    def _give_back(self, columns: Sequence[tuple[int, ...]]) -> None:
+        for index, group in enumerate(self._groups):
+            group.give_back([pages[index] for pages in columns])

@@ -23,22 +23,31 @@ class PageGroup:
         self.free = list(range(num_pages - 1, -1, -1))  # pages that nobody owns; others only count them
         self._owners = bytearray(num_pages)
 
-    def take(self) -> int:
-        """A free page, now owned by a row; there must be one."""
-        page = self.free.pop()
-        self._owners[page] = _ROW
-        return page
+    def take(self, count: int) -> list[int]:
+        """So many free pages, now owned by a row; there must be as many."""
+        first = len(self.free) - count
+        assert first >= 0, f"group {self.index} has {len(self.free)} free pages, not {count}"
+        pages = self.free[first:][::-1]
+        del self.free[first:]
+        owners = self._owners
+        for page in pages:
+            owners[page] = _ROW
+        return pages
 
-    def hand_to_tree(self, page: int) -> None:
-        """The row that owns `page` leaves it to the prefix tree."""
-        assert self._owners[page] == _ROW, f"page {page} of group {self.index} belongs to no row"
-        self._owners[page] = _TREE
+    def hand_to_tree(self, pages: Iterable[int]) -> None:
+        """The rows that own these pages leave them to the prefix tree."""
+        owners = self._owners
+        for page in pages:
+            assert owners[page] == _ROW, f"page {page} of group {self.index} belongs to no row"
+            owners[page] = _TREE
 
-    def give_back(self, page: int) -> None:
-        """The owner of `page`, row or tree, needs it no more."""
-        assert self._owners[page] != _FREE, f"page {page} of group {self.index} is free already"
-        self._owners[page] = _FREE
-        self.free.append(page)
+    def give_back(self, pages: Iterable[int]) -> None:
+        """The owners of these pages, rows or the tree, need them no more."""
+        owners, free = self._owners, self.free
+        for page in pages:
+            assert owners[page] != _FREE, f"page {page} of group {self.index} is free already"
+            owners[page] = _FREE
+            free.append(page)
 
     def are_shared(self, pages: Iterable[int]) -> bool:
         """Whether the prefix tree owns one of these."""

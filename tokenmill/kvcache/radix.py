@@ -5,11 +5,12 @@ One node is one full page of tokens in every page group. The tree says what to e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from heapq import heapify, heappop, heappush
 
 # The place above all first pages. It is no node: it holds no pages and cannot be pinned.
 ROOT = -1
+Edge = tuple[int, bytes]  # (parent, page of ids)
 
 
 class PrefixTree:
@@ -21,9 +22,9 @@ class PrefixTree:
     """
 
     def __init__(self) -> None:
-        self._children: dict[tuple[int, bytes], int] = {}  # (parent, page of ids) -> node
+        self._children: dict[Edge, int] = {}
         # Columns, one entry per node
-        self._edges: list[tuple[int, bytes] | None] = []  # the node's key in `_children`, None: unused
+        self._edges: list[Edge | None] = []  # the node's key in `_children`, None: unused
         self._pages: list[tuple[int, ...]] = []  # one page per group
         self._num_children: list[int] = []
         self._pins: list[int] = []  # pins of its own, plus children that are pinned
@@ -33,7 +34,6 @@ class PrefixTree:
         self._leaves: list[tuple[int, int]] = []
         self._clock = 0
         self.num_unpinned = 0
-        self.num_evictions = 0
 
     def __len__(self) -> int:
         return len(self._children)
@@ -42,30 +42,40 @@ class PrefixTree:
         """The child of `parent` (or of ROOT) that holds the page of ids `key`."""
         return self._children.get((parent, key))
 
+    def follow(self, parent: int, keys: Iterable[bytes]) -> list[int]:
+        """The nodes that these keys lead to, one below the other, as far as there are any."""
+        found, children = [], self._children
+        for key in keys:
+            child = children.get((parent, key))
+            if child is None:
+                break
+            found.append(child)
+            parent = child
+        return found
+
+    def edge(self, node: int) -> Edge | None:
+        """Where the node hangs. The very same object as long as it does; None: it is in no use."""
+        return self._edges[node]
+
     def pages(self, node: int) -> tuple[int, ...]:
         """The node's pages, one per group."""
         return self._pages[node]
 
-    def insert(self, parent: int, key: bytes, pages: tuple[int, ...]) -> int:
-        """Add a child that `find` did not find below `parent`, and move the caller's pin to it."""
-        edge = (parent, key)
-        if self._unused:
-            node = self._unused.pop()
-            self._edges[node] = edge
-            self._pages[node] = pages
-            self._pins[node] = 1
-        else:
-            node = len(self._edges)
-            self._edges.append(edge)
-            self._pages.append(pages)
-            self._pins.append(1)
-            self._num_children.append(0)
-            self._stamps.append(0)
-        self._children[edge] = node
-        # The parent trades the caller's pin for a pinned child, so its count stays.
-        if parent != ROOT:
-            self._num_children[parent] += 1
-        return node
+    def extend(self, parent: int, keys: Sequence[bytes], pages: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+        """Follow these keys down from `parent`, one below the other, and add the nodes that miss.
+
+        `pages` has the pages for each key. Moves the caller's pin from `parent` to the last node. Returns
+        that node and how many nodes were there before: the tree took none of their pages.
+        """
+        found = self.follow(parent, keys)
+        node, num_found = parent, len(found)
+        if found:
+            node = found[-1]
+            self.pin(node)
+            self.unpin(parent)
+        for key, its_pages in zip(keys[num_found:], pages[num_found:], strict=True):
+            node = self._add(node, key, its_pages)
+        return node, num_found
 
     def pin(self, node: int) -> None:
         """Keep `node`, and with it everything above it, until `unpin`."""
@@ -103,12 +113,14 @@ class PrefixTree:
                 node = self.parent(node)
         return count
 
-    def evict(self) -> tuple[int, ...]:
-        """Forget the leaf that has been unused for longest and return its pages; one must be unpinned."""
-        while True:
+    def evict(self, count: int) -> list[tuple[int, ...]]:
+        """Forget leaves, the longest unused first, and return their pages; so many must be unpinned."""
+        evicted: list[tuple[int, ...]] = []
+        while len(evicted) < count:
             stamp, node = heappop(self._leaves)
             if self._is_evictable(node) and self._stamps[node] == stamp:
-                return self._remove(node)
+                evicted.append(self._remove(node))
+        return evicted
 
     def parent(self, node: int) -> int:
         """The node above, or ROOT."""
@@ -183,8 +195,28 @@ class PrefixTree:
             self._leaves = [entry for entry in current if self._is_evictable(entry[1])]
             heapify(self._leaves)
 
+    def _add(self, parent: int, key: bytes, pages: tuple[int, ...]) -> int:
+        """A new child, which takes over the caller's pin of `parent`."""
+        edge = (parent, key)
+        if self._unused:
+            node = self._unused.pop()
+            self._edges[node] = edge
+            self._pages[node] = pages
+            self._pins[node] = 1
+        else:
+            node = len(self._edges)
+            self._edges.append(edge)
+            self._pages.append(pages)
+            self._pins.append(1)
+            self._num_children.append(0)
+            self._stamps.append(0)
+        self._children[edge] = node
+        # The parent trades the caller's pin for a pinned child, so its count stays.
+        if parent != ROOT:
+            self._num_children[parent] += 1
+        return node
+
     def _remove(self, node: int) -> tuple[int, ...]:
-        self.num_evictions += 1
         edge = self._edges[node]
         assert edge is not None
         del self._children[edge]
