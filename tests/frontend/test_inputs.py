@@ -249,6 +249,24 @@ def test_what_is_no_integer_is_found_anywhere(odd: Any, place: int) -> None:
         read(input_ids=[[0, 1], row])
 
 
+def test_many_rows_are_read_as_they_are_one_by_one() -> None:
+    draw = random.Random(3)
+    rows = [[draw.randrange(VOCAB) for _ in range(draw.randrange(1, 9))] for _ in range(2500)]
+    assert ids_of(read(input_ids=rows)) == rows
+    assert ids_of(read(input_ids=[*rows, (1, 2)])) == [*rows, [1, 2]]
+    job = read(input_ids=rows)
+    rows[2000][0] += 1  # the caller's list is read once
+    assert job.requests[2000].prompt_ids[0] == rows[2000][0] - 1
+
+
+@pytest.mark.parametrize("odd", [True, VOCAB, -1, 2**40, "1", None, 1.0])
+def test_among_many_rows_the_one_at_fault_is_named(odd: Any) -> None:
+    rows: list[list[Any]] = [[1, 0] for _ in range(2500)]
+    rows[2100] = [1, 0, odd]
+    with raises(InvalidArgument, "input_ids[2100][2]", str(odd)):
+        read(input_ids=rows)
+
+
 def test_other_integers_count_as_what_they_are() -> None:
     class Index:
         def __index__(self) -> int:

@@ -30,7 +30,7 @@ from tokenmill.frontend.options import (
     state_format,
     without_prompt,
 )
-from tokenmill.frontend.prompts import Prompts, read_prompts, token_ids
+from tokenmill.frontend.prompts import Prompts, plain_rows, read_prompts, token_ids
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.seeds import Seeds
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
@@ -387,6 +387,9 @@ class InputReader:
 
     def _check_ids(self, prompts: Prompts, faults: Faults, *, may_be_empty: bool) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
+        rows = plain_rows(prompts.id_rows, vocab_size)
+        if rows is not None:
+            return rows
         return faults.each(
             prompts.name,
             prompts.id_rows,

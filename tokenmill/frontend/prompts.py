@@ -20,6 +20,9 @@ from tokenmill.messages import IntArray
 from tokenmill.sampling_params import check_count, plain, show, unpacked
 from tokenmill.texts import check_encodable, plain_text
 
+# Rows of ids that share one piece of memory, which stays until the last of them has gone.
+_ROWS_AT_ONCE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -126,6 +129,47 @@ def _read_id_rows(value: Any) -> tuple[Sequence[Any], bool]:
     if not len(rows):
         raise InvalidArgument("input_ids is empty; give at least one token")
     return rows, is_flat
+
+
+def plain_rows(rows: Sequence[Any], vocab_size: int) -> list[IntArray] | None:
+    """Lists of plain ids of the vocabulary, as `token_ids` reads them one by one, in a quarter of its time.
+
+    None if some row is anything else: reading them one by one finds out what.
+    """
+    if set(map(type, rows)) != {list}:
+        return None
+    read: list[IntArray] = []
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        some = _plain_block(rows[first : first + _ROWS_AT_ONCE], vocab_size)
+        if some is None:
+            return None
+        read += some
+    return read
+
+
+def _plain_block(rows: Sequence[list[Any]], vocab_size: int) -> list[IntArray] | None:
+    buffer = array("i")
+    try:
+        for row in rows:
+            buffer.fromlist(row)
+    except (OverflowError, TypeError, RuntimeError):  # the last one of an item that changes its list
+        return None
+    lengths = [len(row) for row in rows]
+    ends = np.cumsum(lengths)
+    if not all(lengths) or ends[-1] != len(buffer):
+        return None
+    ids = np.frombuffer(buffer, dtype=np.int32)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        return None
+    starts = ends - lengths
+    doubtful = np.flatnonzero(ids <= 1)
+    places = np.searchsorted(ends, doubtful, side="right")
+    items = (
+        rows[row][at] for row, at in zip(places.tolist(), (doubtful - starts[places]).tolist(), strict=True)
+    )
+    if not all(type(item) is int for item in items):  # only these can be booleans, see `_plain_ids`
+        return None
+    return [ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def token_ids(row: Any, place: str, vocab_size: int, *, may_be_empty: bool = False) -> IntArray:
