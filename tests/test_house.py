@@ -118,7 +118,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "garbage": set(),
     "imports": {"cache_folder", "garbage"},
     "logs": set(),
-    "queue_order": {"messages"},
+    "queue_order": {"frozen", "messages"},
     "texts": {"errors"},
 }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tokenmill.errors import RowError, TokenmillError, check_process
-from tokenmill.frontend.failures import failure
+from tokenmill.frontend.failures import failure, row_error
 from tokenmill.frontend.outputs import Arrival, Row, Shape
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
 from tokenmill.messages import Request
@@ -99,6 +100,8 @@ class Call:
         self.num_unfinished = len(rows)
         self.is_watched = True  # whether figures and the log of requests tell of its rows
         self.shown: list[Row] = []  # that got further, and whose results tell more than tokens
+        self.finished: list[Row] = []  # whose results are still to be made, unless the call streams
+        self.results: dict[int, dict[str, Any]] = {}  # that were made, by the rows' indexes
         self.has_own_mail = mail is None
         self.mail = Mailbox() if mail is None else mail
 
@@ -140,3 +143,15 @@ def deliver(arrived: Mapping[Call, Arrived]) -> None:
         letters.setdefault(letter[0].mail, []).append(letter)
     for mail, some in letters.items():
         mail.put(some)
+
+
+def fail_rows(flying: Sequence[tuple[Call, Row]], error: Callable[[], TokenmillError]) -> None:
+    """Tell calls that these rows of theirs will not finish; `error` makes one for each."""
+    calls: dict[Call, list[Row]] = {}
+    for call, row in flying:
+        calls.setdefault(call, []).append(row)
+    for call, rows in calls.items():
+        if call.returns_errors and call.has_own_mail:
+            call.put([failure(row, row_error(error())) for row in rows])
+        else:
+            call.fail(error())

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +19,36 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import (
     EngineClosed,
     EngineDead,
-    InvalidArgument,
-    RowError,
-    TokenmillError,
     WrongState,
     engine_dead,
-    request_error,
 )
-from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver
+from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver, fail_rows
 from tokenmill.frontend.event_loops import Threads
-from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, row_error
+from tokenmill.frontend.failures import (
+    INTERRUPTED,
+    Faults,
+    failure,
+    interrupted,
+    raise_if_failed,
+    taken_ids,
+)
 from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.frontend.observers import Observers
-from tokenmill.frontend.outputs import Arrival, ResultList, Row, Shape, chunk_of, make_shown, results_of
+from tokenmill.frontend.outputs import (
+    Arrival,
+    ResultList,
+    Row,
+    Shape,
+    chunk_of,
+    make_shown,
+    result_of,
+    results_of,
+)
 from tokenmill.frontend.progress import Advance, Report, open_progress
 from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
 from tokenmill.frontend.turns import Turns
 from tokenmill.garbage import collect_if_due, uncollected
-from tokenmill.messages import Core, EngineFacts, Finish, Need, Output, Request
+from tokenmill.messages import Core, EngineFacts, Need, Output, Request
 from tokenmill.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -44,11 +56,12 @@ if TYPE_CHECKING:
     from tokenmill.frontend.inputs import Job
     from tokenmill.frontend.tokenizer import Tokenizer
 
-_TIMED_OUT = 408
 # How long a call that was interrupted waits for the tokens of what it ends: a step or two.
 _GIVE_UP_SECONDS = 5.0
 # A signal that another thread received does not wake the main one, which handles it when it looks.
 _LOOK_SECONDS = 0.2
+# Rows whose results are made before the core's thread may have a turn.
+_ROWS_AT_ONCE = 16
 
 
 class Client:
@@ -148,17 +161,29 @@ class Client:
         return results[0] if call.shape.single else results
 
     def _wait(self, call: Call, woken: queue.SimpleQueue[None], interrupts: Interrupts) -> None:
+        turns = Turns(self.core_need)
         with self._progress(call) as report, uncollected():
             while call.num_unfinished and not interrupts.happened:
                 collect_if_due()
-                if advanced := self.advance(call, partial(woken.put, None)):
+                if advanced := self.advance(call, partial(woken.put, None), turns):
                     report(advanced)
                     self._make_shown(call)
+                    self._make_results(call, turns)
                 else:
                     _sleep(woken, _LOOK_SECONDS)
 
     def _make_shown(self, call: Call) -> None:
         make_shown(call.shown, call.shape, Turns(self.core_need))
+
+    def _make_results(self, call: Call, turns: Turns | None = None) -> None:
+        """Make the results of rows that finished: while others run, the last one need not wait for it."""
+        rows, call.finished = call.finished, []
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[start : start + _ROWS_AT_ONCE]
+            for row, text in zip(some, self._texts(some), strict=True):
+                call.results[row.index] = result_of(row, text, call.shape)
+            if turns is not None:
+                turns.give_way()
 
     def _give_up(self, call: Call, woken: queue.SimpleQueue[None]) -> None:
         """End what has not finished, and wait a moment for the tokens that it came to."""
@@ -204,26 +229,29 @@ class Client:
         self.submit(call)
         return AsyncResultStream(self, call, owner)
 
-    def advance(self, call: Call, wake: Wake) -> list[Advance]:
+    def advance(self, call: Call, wake: Wake, turns: Turns | None = None) -> list[Advance]:
         """Rows of the call that got further since last time, in the order in which they did.
 
-        If none did: an empty list, and `wake` is called once when that has changed. Raises `EngineDead` or
-        `EngineClosed` if the engine ended before the call.
+        If none did: an empty list, and `wake` is called once when that has changed. With `turns` the core's
+        thread is given way to between rows. Raises `EngineDead` or `EngineClosed` if the engine ended before
+        the call.
         """
         advanced: list[Advance] = []
         while not advanced:
             if not (arrived := call.take(wake)):
                 break
-            advanced = self.take_in(call, arrived)
+            advanced = self.take_in(call, arrived, turns)
         return advanced
 
-    def take_in(self, call: Call, arrived: Arrived) -> list[Advance]:
+    def take_in(self, call: Call, arrived: Arrived, turns: Turns | None = None) -> list[Advance]:
         """Rows of the call that got further by what arrived."""
-        return [
-            self._advance_row(call, row, arrival)
-            for row, arrival in arrived
-            if row.finish is None  # else it is a token after a stop in the text
-        ]
+        advanced: list[Advance] = []
+        for row, arrival in arrived:
+            if row.finish is None:  # else it is a token after a stop in the text
+                advanced.append(self._advance_row(call, row, arrival))
+                if turns is not None:
+                    turns.give_way()
+        return advanced
 
     def _advance_row(self, call: Call, row: Row, arrival: Arrival) -> Advance:
         piece = row.take(arrival)
@@ -232,10 +260,12 @@ class Client:
         if row.finish is not None:
             self.observers.finished(row)
             if call.raises_errors:
-                _raise_if_failed(row, row.finish)
+                raise_if_failed(row, row.finish)
             call.num_unfinished -= 1
             if call.streams:
                 call.session.finish(row)
+            else:
+                call.finished.append(row)
             if arrival.output.finish is None:
                 self._cancel([row.name])
         return Advance(
@@ -269,13 +299,17 @@ class Client:
         for row in call.rows:
             call.session.finish(row)
         with uncollected():
-            return results_of(call.rows, self._texts(call.rows), call.shape)
+            self._make_results(call)
+            return results_of(call.rows, [call.results[row.index] for row in call.rows])
 
     def results(self, calls: Sequence[Call]) -> list[ResultList]:
         """The results of each of some finished calls, as lists; their texts are made together."""
         with uncollected():
             texts = iter(self._texts([row for call in calls for row in call.rows]))
-            return [results_of(call.rows, [next(texts) for _ in call.rows], call.shape) for call in calls]
+            return [
+                results_of(call.rows, [result_of(row, next(texts), call.shape) for row in call.rows])
+                for call in calls
+            ]
 
     def _texts(self, rows: Sequence[Row]) -> list[str]:
         texts = [row.text for row in rows]
@@ -333,7 +367,7 @@ class Client:
     def _register(self, call: Call) -> None:
         """With the lock held, note which rows are in flight; not those with ids that others have there."""
         if taken := [row for row in call.running if row.request.id in self._flying_ids]:
-            call.refuse(_taken_ids(taken, returned=call.returns_errors))
+            call.refuse(taken_ids(taken, returned=call.returns_errors))
         for row in call.running:
             self._flying[row.name] = (call, row)
             self._flying_ids.add(row.request.id)
@@ -391,7 +425,7 @@ class Client:
         with self._lock:
             self._closed = True
             flying = self._forget_all()
-        _fail(flying, lambda: EngineClosed("the engine was shut down before the request was finished"))
+        fail_rows(flying, lambda: EngineClosed("the engine was shut down before the request was finished"))
         self._core.close()
         self.threads.close()
 
@@ -449,49 +483,13 @@ class Client:
         with self._lock:
             self._dead = error
             flying = self._forget_all()
-        _fail(flying, lambda: engine_dead(error))
+        fail_rows(flying, lambda: engine_dead(error))
 
 
 def _sleep(woken: queue.SimpleQueue[None], seconds: float) -> None:
     """Until somebody puts something in, but no longer than that."""
     with contextlib.suppress(queue.Empty):
         woken.get(timeout=seconds)
-
-
-# ── failures, ids ────────────────────────────────────────────────────────────────────────
-
-
-def _fail(flying: Sequence[tuple[Call, Row]], error: Callable[[], TokenmillError]) -> None:
-    """Tell calls that these rows of theirs will not finish; `error` makes one for each."""
-    calls: dict[Call, list[Row]] = {}
-    for call, row in flying:
-        calls.setdefault(call, []).append(row)
-    for call, rows in calls.items():
-        if call.returns_errors and call.has_own_mail:
-            call.put([failure(row, row_error(error())) for row in rows])
-        else:
-            call.fail(error())
-
-
-def _taken_ids(rows: Sequence[Row], *, returned: bool) -> Mapping[int, RowError]:
-    """The faults of rows whose ids others have in flight."""
-    faults = Faults(returned=returned)
-    for row in rows:
-        message = (
-            f"rid {row.request.id!r} is in flight already; give every request its own rid, or leave rid out"
-        )
-        faults.add(row.index, InvalidArgument(message))
-    return faults.found
-
-
-def _raise_if_failed(row: Row, finish: Finish) -> None:
-    """Raise for a request that failed by itself; one that ran out of time or was aborted has an answer."""
-    if finish.status_code is not None and finish.status_code != _TIMED_OUT:
-        raise request_error(
-            f"request {row.index} ({row.request.id}): {finish.message}",
-            error_type=finish.error_type or "internal",
-            status_code=finish.status_code,
-        )
 
 
 def _is_made_of(other: str, request_id: str) -> bool:

@@ -20,6 +20,7 @@ from tokenmill.errors import (
     RowError,
     TokenmillError,
     reading,
+    request_error,
     told,
 )
 from tokenmill.frontend.outputs import ABORTED, Arrival, ResultList, Row, Shape, error_of, result_of
@@ -30,6 +31,7 @@ from tokenmill.texts import plain_text
 # Why a row has no result, or only the beginning of one, when its call was interrupted.
 INTERRUPTED = RowError(type="aborted", message="the call was interrupted", status_code=ABORTED)
 _UNAVAILABLE = 503
+_TIMED_OUT = 408
 
 logger = logging.getLogger("tokenmill")
 Item = TypeVar("Item")
@@ -155,3 +157,24 @@ def failed_result(error: RowError, *, request_id: str, has_text: bool, weight_ve
         single=True, has_text=has_text, cumulative=False, weight_version=weight_version, has_errors=True
     )
     return result_of(row, "", shape)
+
+
+def taken_ids(rows: Sequence[Row], *, returned: bool) -> Mapping[int, RowError]:
+    """The faults of rows whose ids others have in flight."""
+    faults = Faults(returned=returned)
+    for row in rows:
+        message = (
+            f"rid {row.request.id!r} is in flight already; give every request its own rid, or leave rid out"
+        )
+        faults.add(row.index, InvalidArgument(message))
+    return faults.found
+
+
+def raise_if_failed(row: Row, finish: Finish) -> None:
+    """Raise for a request that failed by itself; one that ran out of time or was aborted has an answer."""
+    if finish.status_code is not None and finish.status_code != _TIMED_OUT:
+        raise request_error(
+            f"request {row.index} ({row.request.id}): {finish.message}",
+            error_type=finish.error_type or "internal",
+            status_code=finish.status_code,
+        )
