@@ -350,7 +350,7 @@ class InputReader:
         if not prompts.texts:
             return []
         rows: list[Sequence[int]] = faults.together("prompt", prompts.texts, self.encode, ())
-        return faults.each(
+        return plain_rows(rows, self._facts.vocab_size) or faults.each(
             "prompt",
             rows,
             lambda index, row: self.check_tokens(
@@ -387,10 +387,7 @@ class InputReader:
 
     def _check_ids(self, prompts: Prompts, faults: Faults, *, may_be_empty: bool) -> list[IntArray]:
         vocab_size = self._facts.vocab_size
-        rows = plain_rows(prompts.id_rows, vocab_size)
-        if rows is not None:
-            return rows
-        return faults.each(
+        return plain_rows(prompts.id_rows, vocab_size) or faults.each(
             prompts.name,
             prompts.id_rows,
             lambda index, row: token_ids(row, prompts.place(index), vocab_size, may_be_empty=may_be_empty),
