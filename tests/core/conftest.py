@@ -192,12 +192,13 @@ class Harness:
         return self.keep(self.scheduler.submit(requests))
 
     def launch(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        self.scheduler.check_invariants()
+        plan = self.scheduler.plan_step()
         if plan is not None:
             assert int(plan.counts.sum()) <= self.limits.max_step_tokens
             self.plans.append(plan)
             self.mill.launch(plan)
+        self.scheduler.settle()
+        self.scheduler.check_invariants()
         return plan
 
     def take_in(self) -> list[Output]:

@@ -234,6 +234,38 @@ def test_a_window_is_ordered_at_a_time(cache: Cache, make_request: Make) -> None
     assert drain(queue) == [2, 1, 0, 4, 7, 6, 5, 8]
 
 
+def test_looking_ahead_changes_no_order_and_orders_no_more_than_the_next_window(
+    cache: Cache, make_request: Make
+) -> None:
+    sizes = [random.Random(index).randrange(1, 30) for index in range(22)]
+    waiting = states(make_request, [[0] * size for size in sizes])
+    plain, looking = WaitingQueue(Shortest(cache)), WaitingQueue(Shortest(cache))
+    for state in waiting:
+        plain.add(state)
+        looking.add(state)
+    expected, found = drain(plain), []
+    while len(looking):
+        looking.look_ahead()
+        assert len(looking._window) <= 4
+        found.append(place_of(looking.pop()))
+    assert found == expected
+
+
+def test_who_may_still_come_into_a_window_is_waited_for(cache: Cache, make_request: Make) -> None:
+    queue = WaitingQueue(Shortest(cache))
+    first, *later, last = states(make_request, [[0] * size for size in (9, 8, 7, 6, 5)])
+    queue.add(first)
+    for state in later:
+        queue.add(state)
+    assert place_of(queue.pop()) == 3
+    assert drain(queue) == [2, 1, 0]
+    for state in (first, *later[:2]):
+        queue.add(state)
+    queue.look_ahead()
+    queue.add(last)
+    assert drain(queue)[0] == place_of(last)
+
+
 def test_preempted_requests_go_first_the_oldest_before_the_others(cache: Cache, make_request: Make) -> None:
     queue = WaitingQueue(create_policy("fcfs", cache))
     first, second, third, fourth = states(make_request, [[0]] * 4)
@@ -259,6 +291,17 @@ def test_a_request_can_leave_from_anywhere(cache: Cache, make_request: Make) -> 
         queue.remove(state)
     assert len(queue) == 5
     assert drain(queue) == [1, 3, 4, 5, 6]
+
+
+def test_a_request_can_leave_when_it_was_ordered_ahead(cache: Cache, make_request: Make) -> None:
+    queue = WaitingQueue(Shortest(cache))
+    waiting = states(make_request, [[0]] * 9)
+    for state in waiting:
+        queue.add(state)
+    assert [place_of(queue.pop()) for _ in range(4)] == [0, 1, 2, 3]
+    queue.look_ahead()
+    queue.remove(waiting[6])
+    assert drain(queue) == [4, 5, 7, 8]
 
 
 @given(
@@ -327,7 +370,9 @@ def test_a_request_is_put_into_order_once_however_long_the_queue(
         queue.add(RequestState(make_request(str(arrival), [1, 2, 3])))
     assert queue.peek() is queue.peek()
     assert num_ordered == kind.window
-    drain(queue)
+    while len(queue):
+        queue.pop()
+        queue.look_ahead()
     assert num_ordered == 3000
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenmill.core.logprob_ledger import LogprobLedger
 from tokenmill.core.plan import Flight
-from tokenmill.core.request import RequestState
+from tokenmill.core.request import RequestState, note_first_tokens
 from tokenmill.messages import Failure, Finish, StepResult
 
 
@@ -21,18 +21,18 @@ class Drawn:
 
     states: list[RequestState]
     tokens: list[int]
-    starting: list[RequestState]
     prompts_only: list[RequestState]
 
 
 def drawn(flight: Flight, result: StepResult, ledger: LogprobLedger) -> Drawn:
-    """Keep the log-probabilities of a step in the ledger; its tokens without those of postponed rows."""
+    """What a step drew, without postponed rows; its log-probabilities go into the ledger."""
     if result.postponed:
         flight, result = _without_postponed(flight, result)
     if result.logprobs is not None:
         ledger.add(flight.states, result.logprobs)
+    note_first_tokens(flight.starting)
     tokens = result.token_ids[flight.samples].tolist()
-    return Drawn(flight.states, tokens, flight.starting, flight.prompts_only)
+    return Drawn(flight.states, tokens, flight.prompts_only)
 
 
 def show_prompts(flight: Flight, result: StepResult) -> None:

@@ -143,19 +143,18 @@ class Loop:
         scheduler, depth = self._scheduler, self._runner.facts.steps_in_flight
         if self._runner.preparation_seconds:
             self._prepare()
-        plan = scheduler.schedule() if scheduler.num_in_flight < depth else None
+        plan = scheduler.plan_step() if scheduler.num_in_flight < depth else None
         if plan is not None:
             self._runner.launch(plan)
             self._watch.note(has_steps=True, has_requests=True)
             if scheduler.num_in_flight >= min(depth, 2):  # the device has work meanwhile
                 self._get_ready()
-            # The forward pass runs while the host catches up with the tokens before it.
-            while scheduler.num_in_flight > 1 and scheduler.waits_for_tokens:
-                self._collect()
-            if scheduler.waits_for_tokens and (guided := scheduler.guided()):
-                self._draw_guided(guided)
+            if scheduler.waits_for_tokens:
+                scheduler.settle()
+                self._draw_late()
             else:
                 self._runner.sample(None)
+                scheduler.settle()
         if scheduler.num_in_flight >= depth or plan is None:
             assert scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
             self._collect()
@@ -188,11 +187,15 @@ class Loop:
             self._runner.launch(plan)
             self._runner.sample(None)
 
-    def _draw_guided(self, guided: Sequence[tuple[int, Guide]]) -> None:
-        """Draw the newest step under the grammars of these slots; ends requests that are left no token."""
-        self._runner.sample(self._grammars.masks(guided))
+    def _draw_late(self) -> None:
+        """Draw the newest step, whose rows need all tokens before. Ends requests that are left no token."""
+        scheduler = self._scheduler
+        while scheduler.num_in_flight > 1 and scheduler.waits_for_tokens:
+            self._collect()  # the forward pass runs meanwhile
+        guided = scheduler.guided() if scheduler.waits_for_tokens else []
+        self._runner.sample(self._grammars.masks(guided) if guided else None)
         if any([guide.finish is not None for _, guide in guided]):
-            self._send(self._scheduler.end_stuck())
+            self._send(scheduler.end_stuck())
 
     def _collect(self) -> None:
         """Take in the oldest step."""

@@ -19,13 +19,16 @@ from tokenmill.queue_order import (
     short_tail_window,
 )
 
+# With less than such a part of a window left, the next one is ordered, where there is time for it.
+_PARTS_LEFT = 4
+
 
 class Policy(Protocol):
     """Puts the head of the queue into order.
 
     `window` is how many requests at the head are ordered at a time. They are ordered once, when a window is
-    filled, and a window is admitted before the next is filled: the cost per admission does not
-    depend on the length of the queue, and nobody is overtaken by more than one window.
+    filled, and a window is admitted before the next one: the cost per admission does not depend on the length
+    of the queue, and nobody is overtaken by more than one window.
     """
 
     window: int
@@ -176,10 +179,20 @@ class WaitingQueue:
         if self._retracted:
             return self._retracted[0]
         if not self._window:
-            count = min(self._policy.window, len(self._arrived))
-            head = [self._arrived.popitem(last=False)[1] for _ in range(count)]
-            self._window.update((each.request.id, each) for each in self._policy.ordered(head))
+            self._fill_window()
         return next(iter(self._window.values()))
+
+    def look_ahead(self) -> None:
+        """Order the next window when the last one is nearly used up, if nobody else can come into it."""
+        size = self._policy.window
+        if len(self._arrived) >= size and len(self._window) < size // _PARTS_LEFT:
+            self._fill_window()
+
+    def _fill_window(self) -> None:
+        """Let the next ones follow upon what is left of the window."""
+        count = min(self._policy.window, len(self._arrived))
+        head = [self._arrived.popitem(last=False)[1] for _ in range(count)]
+        self._window.update((each.request.id, each) for each in self._policy.ordered(head))
 
     @property
     def last(self) -> RequestState:
@@ -237,6 +250,11 @@ class PriorityQueue:
     def peek(self) -> RequestState:
         """The request to be admitted next; there must be one."""
         return self._levels[self._urgencies[-1]].peek()
+
+    def look_ahead(self) -> None:
+        """As a plain queue does, among the most urgent ones."""
+        if self._urgencies:
+            self._levels[self._urgencies[-1]].look_ahead()
 
     @property
     def last(self) -> RequestState:

@@ -199,6 +199,38 @@ def note_first_tokens(states: list[RequestState]) -> None:
             state.first_token_seconds = state.first_token_seconds or seconds
 
 
+class Decoding:
+    """The requests whose rows decode, in order. Lists and arrays are replaced: flights keep the old ones."""
+
+    def __init__(self) -> None:
+        self.states: list[RequestState] = []
+        self.slots: IntArray = np.zeros(0, dtype=np.int32)
+        self._changed = False  # some of `states` decode no longer, or `slots` lacks some
+
+    @property
+    def last(self) -> RequestState | None:
+        """The last one that still decodes."""
+        return next((state for state in reversed(self.states) if state.phase is Phase.DECODE), None)
+
+    def add(self, states: list[RequestState], *, by_urgency: bool) -> None:
+        """More rows, behind the others, or among them by their urgency."""
+        self.states = self.states + states
+        if by_urgency:
+            self.states.sort(key=lambda state: state.urgency, reverse=True)  # stable: equals stay as admitted
+        self._changed = True
+
+    def note_end(self) -> None:
+        """One of them decodes no longer."""
+        self._changed = True
+
+    def refresh(self) -> None:
+        """Forget those that no longer decode."""
+        if self._changed:
+            self.states = [state for state in self.states if state.phase is Phase.DECODE]
+            self.slots = np.array([state.slot for state in self.states], dtype=np.int32)
+            self._changed = False
+
+
 class Rows:
     """The persistent rows of the device: which are free, and the counts of the others as columns by slot.
 

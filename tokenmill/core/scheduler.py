@@ -17,10 +17,10 @@ from tokenmill.core.intake import drawn, failed, show_hidden_states, show_prompt
 from tokenmill.core.logprob_ledger import LogprobLedger
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
-from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full, urgency_of
-from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Phase, RequestState, Rows, note_first_tokens
+from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full
+from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Decoding, Phase, RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
-from tokenmill.messages import Finish, IntArray, Output, Request, StepPlan, StepResult
+from tokenmill.messages import Finish, Output, Request, StepPlan, StepResult
 
 CANCELLED = "The request was aborted by its caller."
 
@@ -57,11 +57,10 @@ class Scheduler:
         self._num_admitted = 0
         self._num_compiling = 0
         self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
-        self._decoding: list[RequestState] = []
-        self._decode_slots: IntArray = np.zeros(0, dtype=np.int32)
-        self._decoding_changed = False  # some of `_decoding` left it, or `_decode_slots` lacks some
+        self._decoding = Decoding()
         self._prefilling: list[RequestState] = []  # at most one between steps
         self._flights: deque[Flight] = deque()
+        self._ending: list[RequestState] | None = None  # whose prompts end in the newest plan, until `settle`
         self._ledger = LogprobLedger()
         self.num_drawn = 0  # tokens taken in since the start
 
@@ -162,8 +161,8 @@ class Scheduler:
     def retract_all(self) -> None:
         """Preempt everything that runs; no step may be in flight. It is computed anew when it comes back."""
         assert not self._flights
-        self._refresh_decoding()
-        for state in [*self._prefilling, *reversed(self._decoding)]:
+        self._decoding.refresh()
+        for state in [*self._prefilling, *reversed(self._decoding.states)]:
             self._retract(state)
 
     def _abort(self, states: Iterable[RequestState], message: str) -> list[Output]:
@@ -173,30 +172,46 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run until a result or a request comes in."""
+        plan = self.plan_step()
+        self.settle()
+        return plan
+
+    def plan_step(self) -> StepPlan | None:
+        """As `schedule`, but the books wait for `settle`, which is due before anything else happens here.
+
+        The device can begin with the plan meanwhile.
+        """
         if self._priorities.threshold is not None and len(self._queue):
             self._preempt(self._priorities.threshold)
         draft = PlanDraft()
         num_decodes = self._schedule_decodes(draft)
-        decodes = self._decoding if num_decodes == len(self._decoding) else self._decoding[:num_decodes]
+        decodes = self._decoding.states[:num_decodes]
         prefills = self._schedule_prefills(draft, self._limits.max_step_tokens - num_decodes)
         if draft.is_empty:
             return None
         plan = draft.build()
         self._flights.append(Flight.of(plan, decodes, draft.chunks, ending=prefills))
-        self._settle(plan, decodes, prefills)
+        self._ending = prefills
         return plan
+
+    def settle(self) -> None:
+        """Note what the newest plan leads to, and put who waits into order before a plan needs it."""
+        if self._ending is not None:
+            self._move_on(self._flights[-1], self._ending)
+            self._ending = None
+        self._queue.look_ahead()
 
     def _preempt(self, threshold: int) -> None:
         """Push back rows for requests that are more urgent by more than `threshold`, if these then fit.
 
         Before anything of the step is planned, because a plan must not use a page twice.
         """
-        self._refresh_decoding()
+        self._decoding.refresh()
         if self._rows.num_used and self._queue.peek().urgency - threshold > self._last_row().urgency:
             room = Room(
                 self._rows,
                 self._cache,
-                decoding=self._decoding,
+                decoding=self._decoding.states,
                 prefilling=self._prefilling,
                 max_tokens=self._limits.max_step_tokens,
             )
@@ -205,28 +220,21 @@ class Scheduler:
 
     def _schedule_decodes(self, draft: PlanDraft) -> int:
         """Add the rows that decode, in order; returns their number."""
-        self._refresh_decoding()
+        self._decoding.refresh()
         self._reserve_for_decodes(draft)
-        self._refresh_decoding()
-        slots = self._decode_slots[: self._limits.max_step_tokens]
+        self._decoding.refresh()
+        slots = self._decoding.slots[: self._limits.max_step_tokens]
         starts = self._rows.computed[slots]
         self._rows.computed[slots] = starts + 1
         draft.set_decodes(slots, starts)
         return len(slots)
 
-    def _refresh_decoding(self) -> None:
-        """Forget rows that no longer decode. List and array are replaced: flights keep the old ones."""
-        if self._decoding_changed:
-            self._decoding = [state for state in self._decoding if state.phase is Phase.DECODE]
-            self._decode_slots = np.array([state.slot for state in self._decoding], dtype=np.int32)
-            self._decoding_changed = False
-
     def _reserve_for_decodes(self, draft: PlanDraft) -> None:
         """Give a page to each row that begins one, preempting the last rows when there is none."""
-        slots = self._decode_slots[: self._limits.max_step_tokens]
+        slots = self._decoding.slots[: self._limits.max_step_tokens]
         needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
         cache, room = self._cache, self._rows.room
-        for state in [self._decoding[index] for index in needy.tolist()]:
+        for state in [self._decoding.states[index] for index in needy.tolist()]:
             pages = state.pages
             if pages is None:  # preempted for a row before it just now
                 continue
@@ -243,7 +251,7 @@ class Scheduler:
 
     def _last_row(self) -> RequestState:
         """The least urgent running request, the youngest of them; there must be one."""
-        last = next((state for state in reversed(self._decoding) if state.phase is Phase.DECODE), None)
+        last = self._decoding.last
         if self._prefilling and (last is None or self._prefilling[-1].urgency <= last.urgency):
             return self._prefilling[-1]
         assert last is not None
@@ -332,7 +340,7 @@ class Scheduler:
             complete.append(state)
         return end - start
 
-    def _settle(self, plan: StepPlan, decodes: list[RequestState], prefills: list[RequestState]) -> None:
+    def _move_on(self, flight: Flight, prefills: list[RequestState]) -> None:
         """Move on the rows of a complete plan: prefilled rows decode, rows with no draw left give way.
 
         This comes after planning, because a page given back earlier could be given away in the same plan.
@@ -341,15 +349,10 @@ class Scheduler:
             state.phase = Phase.DECODE
         if prefills:
             self._prefilling = [state for state in self._prefilling if state.phase is Phase.PREFILL]
-            self._decoding = self._decoding + prefills
-            if self._priorities.enabled:
-                self._decoding.sort(key=urgency_of, reverse=True)  # stable: equals stay as admitted
-            self._decoding_changed = True
-        rows, slots = self._rows, plan.slots[: plan.num_decodes]
+            self._decoding.add(prefills, by_urgency=self._priorities.enabled)
+        rows, slots = self._rows, flight.slots[: flight.num_decodes]
         ended = np.flatnonzero(rows.computed[slots] >= rows.end[slots])
-        for index in ended.tolist():
-            self._vacate(decodes[index], Phase.DRAINING)
-        for state in prefills:
+        for state in [flight.states[index] for index in ended.tolist()] + prefills:
             if rows.computed[state.slot] >= rows.end[state.slot]:
                 self._vacate(state, Phase.DRAINING)
 
@@ -385,7 +388,6 @@ class Scheduler:
         ]
         show_hidden_states(flight, result)
         step = drawn(flight, result, self._ledger)
-        note_first_tokens(step.starting)
         self.num_drawn += len(step.tokens)
         for state, token in zip(step.states, step.tokens, strict=True):
             if state.finish is not None:
@@ -409,8 +411,8 @@ class Scheduler:
     def _recover(self, flight: Flight, result: StepResult) -> None:
         """Forget pages that were never written, and have all that read them computed anew."""
         lost = frozenset(result.lost_pages)
-        self._refresh_decoding()
-        for state in [*self._decoding, *self._prefilling]:
+        self._decoding.refresh()
+        for state in [*self._decoding.states, *self._prefilling]:
             if state.pages is not None and self._cache.uses(state.pages, lost):
                 self._vacate(state, Phase.WAITING)
                 self._begin_anew(state)
@@ -459,20 +461,20 @@ class Scheduler:
         if state.phase is Phase.PREFILL:
             self._prefilling.remove(state)
         else:
-            self._decoding_changed = True
+            self._decoding.note_end()
         state.pages = None
         state.slot = NO_SLOT
         state.phase = phase
 
     def check_invariants(self) -> None:
         """Assert that every request, slot and page is in one place only. For tests; slow."""
-        running = [state for state in self._decoding if state.phase is Phase.DECODE] + self._prefilling
+        running = [state for state in self._decoding.states if state.phase is Phase.DECODE] + self._prefilling
         pages = [state.pages for state in running if state.pages is not None]
         assert len(pages) == len(running)
         self._cache.check_invariants(pages)
         self._rows.check_invariants([state.slot for state in running])
         assert len(self._prefilling) <= 1
-        for line in (self._decoding, list(self._queue)):
+        for line in (self._decoding.states, list(self._queue)):
             urgencies = [state.urgency for state in line]
             assert urgencies == sorted(urgencies, reverse=True), "a less urgent request goes first"
         admitted = [state for state in [*running, *self._queue] if state.age != NEVER_ADMITTED]

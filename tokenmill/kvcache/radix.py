@@ -79,9 +79,10 @@ class PrefixTree:
 
     def pin(self, node: int) -> None:
         """Keep `node`, and with it everything above it, until `unpin`."""
+        pins = self._pins
         while node != ROOT:
-            self._pins[node] += 1
-            if self._pins[node] > 1:
+            pins[node] += 1
+            if pins[node] > 1:
                 return
             self.num_unpinned -= 1
             node = self.parent(node)
@@ -89,13 +90,14 @@ class PrefixTree:
     def unpin(self, node: int) -> None:
         """Take back one `pin`; nodes that nobody needs now become the most recently used ones."""
         self._clock += 1
+        pins, stamps, num_children, clock = self._pins, self._stamps, self._num_children, self._clock
         while node != ROOT:
-            self._pins[node] -= 1
-            if self._pins[node]:
+            pins[node] -= 1
+            if pins[node]:
                 return
             self.num_unpinned += 1
-            self._stamps[node] = self._clock
-            if not self._num_children[node]:
+            stamps[node] = clock
+            if not num_children[node]:
                 self._push_leaf(node)
             node = self.parent(node)
 
