@@ -12,7 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -176,6 +176,44 @@ def test_what_an_item_says_goes_before_what_holds_for_all(engine: sgl.Engine) ->
     assert results[2]["meta_info"]["id"] == "mine"
     again = engine.iter(items[-2:], chat_template="{{ messages[0].role }}", order="input")
     assert [result["text"] for result in again] == ["user", "hi!"]
+
+
+def test_parameters_made_anew_for_each_item_are_its_own(engine: sgl.Engine) -> None:
+    """Also where what one item's were made of is gone when the next one's are made."""
+
+    class Item(Mapping[str, Any]):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __getitem__(self, name: str) -> Any:
+            if name == "prompt":
+                return "abcdef"
+            return {"stop_token_ids": [ord("a") + self.number % 6], "max_new_tokens": 6}
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("prompt", "sampling_params"))
+
+        def __len__(self) -> int:
+            return 2
+
+    results = engine.iter([Item(number) for number in range(60)], order="input")
+    assert [result["text"] for result in results] == ["abcdef"[: number % 6] for number in range(60)]
+
+
+def test_equal_parameters_of_items_are_read_once(engine: sgl.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = [], sgl.SamplingParams.from_value
+
+    def counting(value: Any, **options: Any) -> sgl.SamplingParams:
+        read.append(value)
+        return original(value, **options)
+
+    monkeypatch.setattr(sgl.SamplingParams, "from_value", counting)
+    items = [{"prompt": "abcdef", "sampling_params": {"max_new_tokens": 1 + at % 3}} for at in range(90)]
+    items += [{"prompt": "abcdef", "sampling_params": {}}]
+    results = list(engine.iter(items, {"max_new_tokens": 5}, order="input"))
+    assert [len(result["output_ids"]) for result in results] == [*([1, 2, 3] * 30), 5]
+    own = [value["max_new_tokens"] for value in read if value != {"max_new_tokens": 5}]
+    assert own == [1, 2, 3], "in one piece, for which what holds for all is read once, too"
 
 
 def test_samples_are_numbered_where_there_are_several(engine: sgl.Engine) -> None:

@@ -245,7 +245,7 @@ class InputReader:
         known: dict[Hashable, Settings] = {}
 
         def settings_of(index: int, item: Any) -> Settings:
-            key = _content(item)
+            key = content_of(item)
             if key not in known:
                 known[key] = self.settings(item, index, stream=stream)
             return known[key]
@@ -412,7 +412,7 @@ class _Numbers:
     max_new_tokens: int
 
 
-def _content(params: Any) -> Hashable:
+def content_of(params: Any) -> Hashable:
     """Equal for sampling parameters that say the same; cheap, so it looks into plain dicts only.
 
     What a dict holds must live as long as the key: of lists, schemas and the like it is their identity.

@@ -7,8 +7,8 @@ one call; what the parts of an item mean is the matter of `inputs.py`, `options.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from tokenmill.errors import InvalidArgument, RowError, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.failures import row_error
-from tokenmill.frontend.inputs import InputReader, Job, Settings
+from tokenmill.frontend.inputs import InputReader, Job, Settings, content_of
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import MEDIA, GenerateOptions, RequestOptions, read_options, state_format
 from tokenmill.frontend.prompt_lint import PromptLint
@@ -57,6 +57,8 @@ class _Common:
     asked: RequestOptions
     states: HiddenStatesFormat
     chat: Mapping[str, Any]
+    # Settings of items by what their parameters say; and these, for the key may hold the identity of a part.
+    known: dict[Hashable, tuple[Settings, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -144,11 +146,8 @@ class ItemReader:
                     "input_ids or messages, and what generate() takes by keyword"
                 )
         settings, asked, states = common.settings, common.asked, common.states
-        params = given.get("sampling_params")
-        if isinstance(params, Mapping):
-            settings = self._reader.settings({**common.params, **params}) if params else settings
-        elif params is not None:
-            settings = self._reader.settings(params)
+        if (params := given.get("sampling_params")) is not None:
+            settings = self._settings(params, common)
         own = {name: value for name, value in given.items() if name in _OPTION_KEYS and value is not None}
         if own:
             _check_no_session(own)
@@ -156,6 +155,17 @@ class ItemReader:
             states = state_format({**common.options, **own})
         place, text, tokens = self._prompt(given, common.chat)
         return _Draft(place, text, tokens, settings, asked, states, given.get("rid"))
+
+    def _settings(self, params: Any, common: _Common) -> Settings:
+        """The settings of an item's own parameters; equal ones are read once."""
+        if isinstance(params, Mapping) and not params:
+            return common.settings
+        key = content_of(params)
+        if key not in common.known:
+            is_partial = isinstance(params, Mapping)
+            read = self._reader.settings({**common.params, **params} if is_partial else params)
+            common.known[key] = read, params
+        return common.known[key][0]
 
     def _prompt(self, given: Mapping[Any, Any], chat: Mapping[str, Any]) -> _Prompt:
         names = [name for name in _PROMPT_KEYS if given.get(name) is not None]

@@ -162,10 +162,10 @@ def _plain_block(rows: Sequence[list[Any]], vocab_size: int) -> list[IntArray] |
     if not all(lengths) or ends[-1] != len(buffer):
         return None
     ids = np.frombuffer(buffer, dtype=np.int32)
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    if _exceeds(ids, vocab_size):
         return None
     starts = ends - lengths
-    doubtful = np.flatnonzero(ids <= 1)
+    (doubtful,) = (ids <= 1).nonzero()
     holders = np.searchsorted(ends, doubtful, side="right")
     places = zip(holders.tolist(), (doubtful - starts[holders]).tolist(), strict=True)
     if not all(type(rows[row][at]) is int for row, at in places):  # only these can be booleans
@@ -191,7 +191,7 @@ def token_ids(row: Any, place: str, vocab_size: int, *, may_be_empty: bool = Fal
     if ids is None:
         items = [_token_id(item, f"{place}[{position}]") for position, item in enumerate(items)]
         ids = _plain_ids(items)
-    if ids is None or ids.min() < 0 or ids.max() >= vocab_size:
+    if ids is None or _exceeds(ids, vocab_size):
         position = next(at for at, item in enumerate(items) if not 0 <= item < vocab_size)
         raise _outside(f"{place}[{position}]", operator.index(items[position]), vocab_size)
     return ids
@@ -204,11 +204,12 @@ def _plain_ids(items: Sequence[Any]) -> IntArray | None:
     except (OverflowError, TypeError):
         return None
     # Only these can be booleans, which count as integers there.
-    return (
-        ids
-        if all(type(items[at]) is int for at in np.flatnonzero((ids == 0) | (ids == 1)).tolist())
-        else None
-    )
+    return ids if all(type(items[at]) is int for at in (ids <= 1).nonzero()[0].tolist()) else None
+
+
+def _exceeds(ids: IntArray, vocab_size: int) -> bool:
+    """Whether an id is too large or negative: read as unsigned, the latter are the largest of all."""
+    return bool(ids.view(np.uint32).max() >= vocab_size)
 
 
 def _token_id(item: Any, place: str) -> int:
