@@ -45,6 +45,7 @@ LONG_PAUSE = 10  # microseconds
 class Trace:
     """Microseconds: from the first kernel to the last, its pauses (start, length), and the time by kernel."""
 
+    began: float  # the first kernel, in seconds since the epoch
     span: float
     pauses: list[tuple[float, float]]
     by_kernel: dict[str, tuple[float, int]]
@@ -56,10 +57,9 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Add up the device's events of a Chrome trace."""
+    trace = json.loads(path.read_text(encoding="utf-8"))
     events = [
-        event
-        for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}
+        event for event in trace["traceEvents"] if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}
     ]
     by_kernel: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for event in events:
@@ -72,7 +72,8 @@ def read_trace(path: Path) -> Trace:
         if start > reached:
             pauses.append((reached - spans[0][0], start - reached))
         reached = max(reached, stop)
-    return Trace(reached - spans[0][0], pauses, dict(by_kernel))
+    began = trace.get("baseTimeNanoseconds", 0) / 1e9 + spans[0][0] / 1e6
+    return Trace(began, reached - spans[0][0], pauses, dict(by_kernel))
 
 
 def short(name: str) -> str:
