@@ -105,7 +105,7 @@ def test_more_rows_than_an_item_holds(
     step = forests.forest_step(
         spec,
         rows,
-        costs=eager_costs(spec, torch.float16, programs=9, shortest_split=64),
+        costs=eager_costs(spec, torch.float16, programs=9, shortest_split=128),
         page_size=16,
         dtype=torch.float16,
         seed=1,

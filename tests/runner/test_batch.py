@@ -213,7 +213,6 @@ def test_a_captured_layout_follows_what_rows_share() -> None:
         rows_per_item=4,
         key_heads=1,
         programs=4,
-        tile_keys=4,
         shortest_split=4,
         piece_keys=0,
         worthwhile_keys=0,

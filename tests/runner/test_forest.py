@@ -14,7 +14,7 @@ from tokenmill.runner.forest import Cut, Forest, Found, RowTables, cut_segments,
 
 pytestmark = pytest.mark.cpu
 FREE = SharingCosts(
-    rows_per_item=4, key_heads=2, programs=64, tile_keys=1, shortest_split=8, piece_keys=0, worthwhile_keys=0
+    rows_per_item=4, key_heads=2, programs=64, shortest_split=8, piece_keys=0, worthwhile_keys=0
 )
 
 
@@ -121,7 +121,6 @@ def test_a_segment_that_does_not_pay_is_left_to_the_groups_below() -> None:
         rows_per_item=4,
         key_heads=1,
         programs=1,
-        tile_keys=1,
         shortest_split=16,
         piece_keys=60,
         worthwhile_keys=0,
@@ -135,25 +134,23 @@ def test_a_segment_that_does_not_pay_is_left_to_the_groups_below() -> None:
     assert cut.own_starts_R.tolist() == [11 * 16] * 8
 
 
-def test_segments_are_whole_tiles_of_keys() -> None:
-    """Seven common pages of 16 keys, three more for two rows: tiles of 64 keys end after 4 and 8 pages."""
+def test_segments_are_whole_pages_of_keys() -> None:
+    """Seven common pages, three more for two of the rows, whatever tiles kernels take."""
     rows = [[*range(10), 20], [*range(10), 30], [*range(7), 40]]
-    costs = dataclasses.replace(FREE, tile_keys=64, shortest_split=64)
     tables = tables_of(rows, [10, 10, 7], num_slots=3, seed=0)
-    segments = find_segments(tables, page_size=16, costs=costs)
-    assert [(each.first_G.tolist(), each.stop_G.tolist()) for each in segments] == [([0], [4]), ([4], [8])]
+    segments = find_segments(tables, page_size=16, costs=FREE)
+    assert [(each.first_G.tolist(), each.stop_G.tolist()) for each in segments] == [([0], [7]), ([7], [10])]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_forests_of_whole_tiles(seed: int) -> None:
+def test_random_forests_of_many_page_sizes(seed: int) -> None:
     draw = random.Random(seed)
     rows, full = random_tables(draw, 30, 40)
     page_size = draw.choice((1, 4, 16, 48))
-    costs = dataclasses.replace(FREE, tile_keys=32, shortest_split=64)
+    costs = dataclasses.replace(FREE, shortest_split=64)
     cut = cut_of(tables_of(rows, full, num_slots=30, seed=seed), page_size=page_size, costs=costs)
-    if cut is not None:
-        check_cut(cut, rows, full, page_size, costs)
-        assert not ((cut.items_IF[:, 2] - cut.items_IF[:, 1]) % 32).any()
+    assert cut is not None
+    check_cut(cut, rows, full, page_size, costs)
 
 
 def test_too_little_is_not_worth_the_kernels() -> None:
@@ -170,7 +167,6 @@ def test_work_is_cut_so_that_all_programs_have_some() -> None:
         rows_per_item=32,
         key_heads=8,
         programs=264,
-        tile_keys=64,
         shortest_split=128,
         piece_keys=8,
         worthwhile_keys=4096,

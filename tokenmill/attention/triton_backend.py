@@ -219,7 +219,6 @@ def _sharing_costs(
         rows_per_item=min(layer.rows_per_item for layer in layers),
         key_heads=min(layer.key_heads for layer in layers),
         programs=triton_decode.SHARED_PROGRAMS,
-        tile_keys=max(layer.tile_keys for layer in layers),
         shortest_split=SHORTEST_SHARED_SPLIT,
         piece_keys=max(layer.piece_keys for layer in layers),
         worthwhile_keys=max(layer.worthwhile_keys for layer in layers),
@@ -234,7 +233,6 @@ def _layer_costs(spec: AttentionSpec, key_cache_NBKD: torch.Tensor) -> SharingCo
         rows_per_item=max(1, tiling.queries // group),
         key_heads=spec.num_kv_heads,
         programs=triton_decode.SHARED_PROGRAMS,
-        tile_keys=tiling.keys,
         shortest_split=SHORTEST_SHARED_SPLIT,
         # A piece is written and read again, with 4 bytes for each number of each query head; it counts
         # twice, because it is one more thing to do, too.

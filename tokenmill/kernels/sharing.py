@@ -37,8 +37,7 @@ class SharingCosts:
     rows_per_item: int
     key_heads: int  # programs that an item makes
     programs: int  # that fill the device
-    tile_keys: int  # power of two; segments and items are whole tiles
-    shortest_split: int  # fewest keys of an item, but for what is left at the end of a segment; whole tiles
+    shortest_split: int  # fewest keys of an item, but for what is left at the end of a segment
     piece_keys: int  # a further piece costs a row about as much as reading so many keys
     worthwhile_keys: int  # keys not read in a step that pay for the kernels launched in addition
 

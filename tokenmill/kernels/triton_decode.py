@@ -257,12 +257,13 @@ def tile_keys(head_dim: int, element_size: int) -> int:
 
 
 def shared_tiling(head_dim: int, element_size: int) -> Tiling:
-    """The tile of a program that reads a shared segment."""
+    """The tile of a program that reads a shared segment, whose last tile may be partly empty."""
     if element_size == 4:
         return Tiling(keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2, queries=16)
     if head_dim > 128:
         return Tiling(keys=32, num_warps=8, num_stages=3, queries=SHARED_QUERIES)
-    return Tiling(keys=64, num_warps=SHARED_QUERIES // 16, num_stages=3, queries=SHARED_QUERIES)
+    keys = 128 if head_dim <= 64 else 64
+    return Tiling(keys, num_warps=SHARED_QUERIES // 16, num_stages=3, queries=SHARED_QUERIES)
 
 
 def _folded_heads(group: int, key_cache_NBKD: torch.Tensor) -> int:
@@ -414,10 +415,16 @@ def _shared_kernel(
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
+        whole = stop - (stop - start) % BLOCK_N  # up to here tiles need no mask
         acc, total, peak = _take_in(
-            acc, total, peak, query, keys, values, table, start, stop,
+            acc, total, peak, query, keys, values, table, start, whole,
             scale_log2, stride_page, stride_token, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_DIM, False,
         )  # fmt: skip
+        if whole < stop:
+            acc, total, peak = _take_in(
+                acc, total, peak, query, keys, values, table, whole, stop,
+                scale_log2, stride_page, stride_token, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_DIM, True,
+            )  # fmt: skip
         target = (row * (KEY_HEADS * GROUP) + head) * room + piece
         tl.store(parts + target[:, None] * HEAD_DIM + columns[None, :], acc / total[:, None], mask=keep_q)
         tl.store(logs + target, peak + tl.log2(total), mask=keep)

@@ -16,7 +16,6 @@ Shapes: R rows of a step, G groups, M members of groups, C columns, I items.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,11 +74,7 @@ class Groups:
 
 
 def find_segments(tables: RowTables, *, page_size: int, costs: SharingCosts) -> list[Groups]:
-    """Segments [first, stop) that pay, from the roots down; the groups of one entry are disjoint.
-
-    Segments are whole tiles of keys. What is left over at their end is left to whatever is below.
-    """
-    tile_columns = costs.tile_keys // math.gcd(costs.tile_keys, page_size)
+    """Segments [first, stop) that pay, from the roots down; the groups of one entry are disjoint."""
     found = []
     keys_spared = 0
     rows = np.flatnonzero(tables.columns_R)
@@ -90,18 +85,17 @@ def find_segments(tables: RowTables, *, page_size: int, costs: SharingCosts) -> 
             break
         members_M, runs, parents = _branches(groups, tables)
         readers_G = np.bincount(parents, minlength=len(groups.starts_G))
-        columns_G = (groups.stop_G - groups.first_G) // tile_columns * tile_columns
-        stop_G = groups.first_G + columns_G
+        columns_G = groups.stop_G - groups.first_G
         gains_G = (readers_G - 1) * columns_G * page_size - groups.sizes_G * costs.piece_keys
         takes_G = (gains_G > 0) & (groups.segments_G < MAX_SEGMENTS)
         if takes_G.any():
-            found.append(dataclasses.replace(groups, stop_G=stop_G).select(takes_G))
+            found.append(groups.select(takes_G))
             keys_spared += int(gains_G[takes_G].sum())
         below = Groups(
             members_M,
             np.append(runs[1:], len(members_M)) - runs,
             runs,
-            np.where(takes_G, stop_G, groups.first_G)[parents],
+            np.where(takes_G, groups.stop_G, groups.first_G)[parents],
             groups.stop_G[parents],
             (groups.segments_G + takes_G)[parents],
         )
