@@ -94,8 +94,10 @@ class PlanDraft:
         self._counts: list[int] = []
         self._samples: list[bool] = []
         self._token_ids: list[IntArray] = []
-        self._page_runs: list[tuple[int, int, int, int]] = []  # of columns: slot, group, the first, how many
-        self._page_ids: list[int] = []  # of all runs
+        # Page-table entries: slot, group, column, page; and those of whole rows: slot, group, how many.
+        self._entries: list[tuple[int, int, int, int]] = []
+        self._runs: list[tuple[int, int, int]] = []
+        self._run_pages: list[int] = []  # of all runs
         self._entered: list[RequestState] = []
         self.chunks: list[RequestState] = []  # whose rows compute ids the host knows, in their order
 
@@ -121,16 +123,14 @@ class PlanDraft:
     def add_row(self, state: RequestState, pages: RowPages) -> None:
         """A request that enters its slot in this step, with all its pages."""
         self._entered.append(state)
-        self._add_pages(state.slot, pages, first=0)
+        for group, table in enumerate(pages.tables):
+            self._runs.append((state.slot, group, len(table)))
+            self._run_pages += table
 
     def add_page(self, slot: int, pages: RowPages, *, column: int) -> None:
-        """One more column, the last one, of a row that has entered before."""
-        self._add_pages(slot, pages, first=column)
-
-    def _add_pages(self, slot: int, pages: RowPages, *, first: int) -> None:
+        """One more column of a row that has entered before."""
         for group, table in enumerate(pages.tables):
-            self._page_runs.append((slot, group, first, len(table) - first))
-            self._page_ids += table[first:]
+            self._entries.append((slot, group, column, table[column]))
 
     def build(self) -> StepPlan:
         """The plan; the draft is used up."""
@@ -145,7 +145,7 @@ class PlanDraft:
             counts = np.concatenate([counts, _ints(self._counts)])
             samples = np.concatenate([samples, np.array(self._samples, dtype=np.bool_)])
             token_ids = np.concatenate(self._token_ids)
-        page_slots, page_groups, page_columns = _spread(self._page_runs)
+        page_slots, page_groups, page_columns, page_ids = self._page_entries()
         return StepPlan(
             slots=slots,
             starts=starts,
@@ -156,23 +156,27 @@ class PlanDraft:
             page_slots=page_slots,
             page_groups=page_groups,
             page_columns=page_columns,
-            page_ids=_ints(self._page_ids),
+            page_ids=page_ids,
             new_rows=_row_starts(self._entered) if self._entered else None,
         )
+
+    def _page_entries(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Slot, group, column and page of every entry."""
+        if not (self._entries or self._runs):
+            return _NOTHING, _NOTHING, _NOTHING, _NOTHING
+        entries = np.array(self._entries, dtype=np.int32).reshape(-1, 4)
+        if self._runs:
+            slots, groups, counts = np.array(self._runs, dtype=np.int32).T
+            first = np.cumsum(counts, dtype=np.int32) - counts  # entry of each run
+            columns = np.arange(counts.sum(), dtype=np.int32) - np.repeat(first, counts)
+            runs = (np.repeat(slots, counts), np.repeat(groups, counts), columns, _ints(self._run_pages))
+            entries = np.concatenate([entries, np.stack(runs, axis=1)])
+        slots, groups, columns, pages = np.ascontiguousarray(entries.T)
+        return slots, groups, columns, pages
 
 
 def _ints(values: list[int]) -> IntArray:
     return np.array(values, dtype=np.int32) if values else _NOTHING
-
-
-def _spread(runs: list[tuple[int, int, int, int]]) -> tuple[IntArray, IntArray, IntArray]:
-    """Slot, group and column of every page of these runs."""
-    if not runs:
-        return _NOTHING, _NOTHING, _NOTHING
-    slots, groups, firsts, counts = np.array(runs, dtype=np.int32).T
-    before = np.cumsum(counts, dtype=np.int32) - counts  # pages of the runs before each
-    columns = np.arange(counts.sum(), dtype=np.int32) + np.repeat(firsts - before, counts)
-    return np.repeat(slots, counts), np.repeat(groups, counts), columns
 
 
 def _row_starts(states: list[RequestState]) -> RowStarts:

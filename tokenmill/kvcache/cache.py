@@ -169,11 +169,13 @@ class Cache:
         keys = [ids[start : start + stride] for start in range(0, len(ids), stride)]
         if not first:
             keys[0] = row.namespace + keys[0]
-        pages = list(zip(*[table[first:num_full] for table in row.tables], strict=True))
+        tables = [table[first:num_full] for table in row.tables]
+        pages = list(zip(*tables, strict=True))
         row.node, num_found = self._tree.extend(row.node, keys, pages)
-        row.duplicates += pages[:num_found]
-        for group, table in zip(self._groups, row.tables, strict=True):
-            group.hand_to_tree(table[first + num_found : num_full])
+        if num_found:
+            row.duplicates += pages[:num_found]
+        for group, table in zip(self._groups, tables, strict=True):
+            group.hand_to_tree(table[num_found:] if num_found else table)
         row.num_shared = num_full
 
     def release(self, row: RowPages) -> None:

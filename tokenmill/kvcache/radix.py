@@ -73,8 +73,8 @@ class PrefixTree:
             node = found[-1]
             self.pin(node)
             self.unpin(parent)
-        for key, its_pages in zip(keys[num_found:], pages[num_found:], strict=True):
-            node = self._add(node, key, its_pages)
+        for place in range(num_found, len(keys)):
+            node = self._add(node, keys[place], pages[place])
         return node, num_found
 
     def pin(self, node: int) -> None:
