@@ -267,6 +267,17 @@ def test_among_many_rows_the_one_at_fault_is_named(odd: Any) -> None:
         read(input_ids=rows)
 
 
+def test_an_id_that_raises_something_else_fails_its_row_alone() -> None:
+    class Odd:
+        def __index__(self) -> int:
+            raise ValueError("odd")
+
+    faults = Faults(returned=True)
+    job = read(input_ids=[[1, 2], [1, Odd()]], faults=faults)
+    assert list(job.errors) == [1]
+    assert "odd" in job.errors[1]["message"]
+
+
 def test_other_integers_count_as_what_they_are() -> None:
     class Index:
         def __index__(self) -> int:

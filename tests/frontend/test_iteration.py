@@ -181,6 +181,8 @@ def test_what_an_item_says_goes_before_what_holds_for_all(engine: sgl.Engine) ->
 def test_parameters_made_anew_for_each_item_are_its_own(engine: sgl.Engine) -> None:
     """Also where what one item's were made of is gone when the next one's are made."""
 
+    shared: dict[str, Any] = {"max_new_tokens": 6}
+
     class Item(Mapping[str, Any]):
         def __init__(self, number: int) -> None:
             self.number = number
@@ -188,7 +190,9 @@ def test_parameters_made_anew_for_each_item_are_its_own(engine: sgl.Engine) -> N
         def __getitem__(self, name: str) -> Any:
             if name == "prompt":
                 return "abcdef"
-            return {"stop_token_ids": [ord("a") + self.number % 6], "max_new_tokens": 6}
+            params = shared if self.number % 2 else {"max_new_tokens": 6}
+            params["stop_token_ids"] = [ord("a") + self.number % 6]
+            return params
 
         def __iter__(self) -> Iterator[str]:
             return iter(("prompt", "sampling_params"))

@@ -164,7 +164,7 @@ class ItemReader:
         if key not in common.known:
             is_partial = isinstance(params, Mapping)
             read = self._reader.settings({**common.params, **params} if is_partial else params)
-            common.known[key] = read, params
+            common.known[key] = read, (params, list(params.values()) if is_partial else None)
         return common.known[key][0]
 
     def _prompt(self, given: Mapping[Any, Any], chat: Mapping[str, Any]) -> _Prompt:

@@ -155,7 +155,7 @@ def _plain_block(rows: Sequence[list[Any]], vocab_size: int) -> list[IntArray] |
     try:
         for row in rows:
             buffer.fromlist(row)
-    except (OverflowError, TypeError, RuntimeError):  # the last one of an item that changes its list
+    except Exception:  # of an item, which may raise anything: it is told with its row
         return None
     lengths = [len(row) for row in rows]
     ends = np.cumsum(lengths)
