@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenmill import logs
 from tokenmill.config import EngineConfig
-from tokenmill.core.request import RequestState, Rows
+from tokenmill.core.request import RequestState, Rows, urgency_of
 from tokenmill.kvcache import Cache, RowPages
 from tokenmill.messages import Finish, Request
 
@@ -158,11 +158,6 @@ def choose_victims(waiting: Iterable[RequestState], room: Room, *, threshold: in
     for pages in held:
         room.cache.release(pages)
     return room.leaving[:chosen]
-
-
-def urgency_of(state: RequestState) -> int:
-    """For sorting."""
-    return state.urgency
 
 
 def _count_below(states: Sequence[RequestState], urgency: int) -> int:

@@ -191,6 +191,11 @@ def _guard(request: Request) -> RepetitionGuard | None:
     return guard
 
 
+def urgency_of(state: RequestState) -> int:
+    """For sorting."""
+    return state.urgency
+
+
 def note_first_tokens(states: list[RequestState]) -> None:
     """Remember when requests got their first token; one that was preempted keeps its first time."""
     if states:
@@ -200,7 +205,7 @@ def note_first_tokens(states: list[RequestState]) -> None:
 
 
 class Decoding:
-    """The requests whose rows decode, in order. Lists and arrays are replaced: flights keep the old ones."""
+    """The requests whose rows decode, in order. `slots` is only ever replaced: flights keep the old ones."""
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -216,7 +221,7 @@ class Decoding:
         """More rows, behind the others, or among them by their urgency."""
         self.states = self.states + states
         if by_urgency:
-            self.states.sort(key=lambda state: state.urgency, reverse=True)  # stable: equals stay as admitted
+            self.states.sort(key=urgency_of, reverse=True)  # stable: equals stay as admitted
         self._changed = True
 
     def note_end(self) -> None:

@@ -254,7 +254,7 @@ class Cache:
         nodes = path.nodes[:known] or [first]
         later = range(len(nodes) * stride, len(token_ids) - stride, stride)
         nodes += tree.follow(nodes[-1], (token_ids[start : start + stride] for start in later))
-        if not known or not known == len(nodes) == len(path.nodes):
+        if not known == len(nodes) == len(path.nodes):  # else it is the very same path
             tables = tuple([table[:known] for table in path.tables])
             for index, table in enumerate(tables):
                 table += [tree.pages(node)[index] for node in nodes[known:]]
