@@ -51,7 +51,8 @@ def run(scheduler: Scheduler, *, depth: int, generator: np.random.Generator) -> 
             result = _result(plans.popleft(), generator)
         started = time.thread_time()
         outputs = scheduler.take_in(result) if result is not None else []
-        plan = scheduler.schedule()
+        plan = scheduler.plan_step()
+        scheduler.settle()
         seconds = time.thread_time() - started
         if plan is None:
             if plans:

@@ -251,6 +251,30 @@ def test_looking_ahead_changes_no_order_and_orders_no_more_than_the_next_window(
     assert found == expected
 
 
+@pytest.mark.parametrize("kind", [WaitingQueue, PriorityQueue])
+def test_looked_ahead_for_a_window_is_in_order_before_it_is_asked_for(
+    cache: Cache, make_request: Make, kind: Any
+) -> None:
+    class Counting(Shortest):
+        window = 8
+        num_ordered = 0
+
+        def ordered(self, requests: list[RequestState]) -> list[RequestState]:
+            Counting.num_ordered += len(requests)
+            return super().ordered(requests)
+
+    queue = kind(Counting(cache))
+    for state in states(make_request, [[0]] * 20):
+        queue.add(state)
+    ordered = []
+    for _ in range(20):
+        queue.pop()
+        queue.look_ahead()
+        ordered.append(Counting.num_ordered)
+    # The second window when one of the first is left, not sooner; the third is not full, and may get more.
+    assert ordered == [8] * 6 + [16] * 10 + [20] * 4
+
+
 def test_who_may_still_come_into_a_window_is_waited_for(cache: Cache, make_request: Make) -> None:
     queue = WaitingQueue(Shortest(cache))
     first, *later, last = states(make_request, [[0] * size for size in (9, 8, 7, 6, 5)])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.core.conftest import run_alone, tokens_of
 from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
+from tokenmill.core.scheduler import Scheduler
 from tokenmill.messages import Output, StepPlan, StepResult
 
 pytestmark = pytest.mark.unit
@@ -103,6 +104,31 @@ def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_req
     assert runner.in_flight_when_prepared[0] > 30  # all there are to come
     for request in requests:
         assert tokens_of(outputs[request.id]) == run_alone(request)[0]
+
+
+@pytest.mark.parametrize("wants", [{}, {3: 5.0}])
+def test_a_step_is_launched_before_the_books_follow_it(
+    harness: Make, make_request: Make, wants: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def note(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def noted(*arguments: Any) -> Any:
+            result = original(*arguments)
+            if name != "plan_step" or result is not None:
+                order.append(name)
+            return result
+
+        monkeypatch.setattr(kind, name, noted)
+
+    for name in ("launch", "sample"):
+        note(Runner, name)
+    for name in ("plan_step", "settle"):
+        note(Scheduler, name)
+    run_loop(harness(), [make_request("a", [1, 2, 3], 12), make_request("b", [4], 5)], wants=wants)
+    assert order == ["plan_step", "launch", "sample", "settle"] * 12
 
 
 def test_what_takes_less_than_a_step_needs_one_more(harness: Make, make_request: Make) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.core.conftest import run_alone, tokens_of
+from tokenmill.core.policy import FirstComeFirstServed
 from tokenmill.core.priority import Priorities
 from tokenmill.messages import Finish, StepPlan
 
@@ -479,11 +481,52 @@ def test_without_priorities_nobody_makes_way(harness: Make, make_request: Make) 
     loop.run()
 
 
+def test_no_more_rows_decode_than_a_step_has_tokens(harness: Make, make_request: Make) -> None:
+    loop = harness(max_rows=8, max_step_tokens=3, depth=2)
+    requests = [make_request(str(at), [at, 1], 2 + at) for at in range(8)]
+    loop.submit(*requests)
+    loop.run()
+    assert max(plan.num_decodes for plan in loop.plans) == 3
+    for request in requests:
+        assert tokens_of(loop.outputs[request.id]) == run_alone(request)[0]
+
+
+def test_the_queue_is_put_into_order_behind_a_plan(
+    harness: Make, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = harness(max_rows=8)
+    ordered: list[int] = []
+    monkeypatch.setattr(
+        FirstComeFirstServed, "ordered", lambda _, requests: ordered.append(len(requests)) or requests
+    )
+    loop.submit(*[make_request(str(at), [1], 1) for at in range(200)])
+    in_plans: list[int] = []
+    while not loop.scheduler.idle:
+        before = len(ordered)
+        plan = loop.scheduler.plan_step()
+        in_plans += ordered[before:]
+        loop.mill.launch(plan)
+        loop.scheduler.settle()
+        loop.take_in()
+    assert ordered == [64, 64, 64, 8]
+    assert in_plans == [64, 8], "the first window, and the last, which more might have come into"
+
+
+def test_a_plan_is_settled_before_anything_else(harness: Make, make_request: Make) -> None:
+    loop = harness(depth=2)
+    loop.submit(make_request("a", [1], 3))
+    loop.mill.launch(loop.scheduler.plan_step())
+    with pytest.raises(AssertionError, match="settle"):
+        loop.scheduler.plan_step()
+    with pytest.raises(AssertionError, match="settle"):
+        loop.take_in()
+
+
 def test_numbers(harness: Make, make_request: Make) -> None:
     loop = harness(max_rows=2)
     scheduler = loop.scheduler
     assert scheduler.idle
-    assert scheduler.schedule() is None
+    assert scheduler.plan_step() is None
     scheduler.submit([make_request(name, [1], 2) for name in "abc"])
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.idle) == (3, 0, False)
     loop.launch()

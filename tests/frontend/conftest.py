@@ -371,7 +371,8 @@ def core_steps() -> Callable[..., int]:
             params = SamplingParams(max_new_tokens=new)
             scheduler.submit([Request(str(index), ids, params, new, 0, (), 0)])
         steps = 0
-        while (plan := scheduler.schedule()) is not None:
+        while (plan := scheduler.plan_step()) is not None:
+            scheduler.settle()
             scheduler.take_in(StepResult(np.where(plan.samples, 1, -1).astype(np.int32)))
             steps += 1
         return steps

@@ -728,6 +728,31 @@ def test_text_without_stream_or_stop_strings_is_made_once(
     assert calls == [3]
 
 
+def test_results_are_made_while_other_rows_run(
+    client: Client, prepare: Any, cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, original, num_made = cores[0], Tokenizer.texts, 0
+
+    class Gate(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            """Holds the core before the last steps of the last row."""
+            return core.num_running > 1 or super().wait(5)
+
+    def counting(self: Tokenizer, finished: Any) -> list[str]:
+        nonlocal num_made
+        num_made += len(finished)
+        if num_made == 40:
+            core.gate.set()
+        return original(self, finished)
+
+    monkeypatch.setattr(Tokenizer, "texts", counting)
+    core.gate = Gate()
+    results = client.run(prepare(*["a", "bc"] * 20, "long"))
+    assert [result["text"] for result in results] == [*["a", "bc"] * 20, "long"]
+    assert num_made == 41
+    assert core.gate.is_set(), "forty were made before the last one had finished"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

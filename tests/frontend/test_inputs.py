@@ -259,6 +259,28 @@ def test_many_rows_are_read_as_they_are_one_by_one() -> None:
     assert job.requests[2000].prompt_ids[0] == rows[2000][0] - 1
 
 
+def test_plain_rows_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_by_one(*_: Any, **__: Any) -> Any:
+        raise AssertionError("row by row takes four times as long")
+
+    monkeypatch.setattr("tokenmill.frontend.inputs.token_ids", one_by_one)
+    monkeypatch.setattr(InputReader, "check_tokens", one_by_one)
+    assert ids_of(read(input_ids=[[1, 2], [3]])) == [[1, 2], [3]]
+    assert ids_of(read(["ab", "c"])) == [[97, 98], [99]]
+
+
+def test_rows_that_change_while_they_are_read_do_not_get_each_others_ids() -> None:
+    """An id of one row takes an id from the row before: who reads them together would be off by one."""
+    first = [1, 2]
+
+    class Taking:
+        def __index__(self) -> int:
+            del first[1:]
+            return 5
+
+    assert ids_of(read(input_ids=[first, [Taking(), 6], [7, 8]])) == [[1], [5, 6], [7, 8]]
+
+
 @pytest.mark.parametrize("odd", [True, VOCAB, -1, 2**40, "1", None, 1.0])
 def test_among_many_rows_the_one_at_fault_is_named(odd: Any) -> None:
     rows: list[list[Any]] = [[1, 0] for _ in range(2500)]

@@ -167,12 +167,15 @@ def test_what_an_item_says_goes_before_what_holds_for_all(engine: sgl.Engine) ->
         "abcdef",
         {"prompt": "abcdef", "sampling_params": {"max_new_tokens": 4}},
         {"prompt": "abcdef", "sampling_params": {"stop": "cd"}, "rid": "mine"},
+        {"prompt": "abcdef", "sampling_params": {"stop": "zz"}},
         {"prompt": "abcdef", "sampling_params": sgl.SamplingParams(ignore_eos=True, max_new_tokens=8)},
         {"messages": chat, "sampling_params": {"max_new_tokens": 99}},
         {"messages": chat, "chat_template": "{{ messages[0].content }}!", "tools": None},
     ]
     results = list(engine.iter(items, {"max_new_tokens": 5}, order="input"))
-    assert [result["text"] for result in results] == ["abcde", "abcd", "ab", "abcdefa", "<user>hi", "hi!"]
+    assert [result["text"] for result in results] == [
+        *("abcde", "abcd", "ab", "abcde", "abcdefa", "<user>hi", "hi!")
+    ]
     assert results[2]["meta_info"]["id"] == "mine"
     again = engine.iter(items[-2:], chat_template="{{ messages[0].role }}", order="input")
     assert [result["text"] for result in again] == ["user", "hi!"]

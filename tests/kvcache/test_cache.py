@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tokenmill.kvcache import Cache, RowPages
+from tokenmill.kvcache.cache import _MOST_PATHS
 from tokenmill.kvcache.radix import ROOT
 
 pytestmark = pytest.mark.unit
@@ -188,6 +190,7 @@ def test_random_rows_keep_the_books_in_order(num_pages: int | tuple[int, int]) -
     """Pages of a prefix always are those that were filled with it; nothing leaks."""
     choice = random.Random(5)
     cache = Cache(num_pages=num_pages, page_size=2)
+    choice.shuffle(cache._groups[-1].free)  # so that groups differ in the pages of a column
     rows: list[tuple[RowPages, array[int]]] = []
     filled: dict[tuple[int, int], tuple[int, ...]] = {}  # group, page -> the tokens up to its end
     for _ in range(1500):
@@ -225,6 +228,7 @@ def test_a_match_is_the_longest_whatever_was_looked_for_before(num_pages: int | 
     """Step by step through the tree, among more beginnings than paths that are remembered."""
     choice = random.Random(8)
     cache = Cache(num_pages=num_pages, page_size=2)
+    choice.shuffle(cache._groups[-1].free)
     heads = [[first, second] for first in range(10) for second in range(10)]
     num_found = 0
     for _ in range(3000):
@@ -246,6 +250,7 @@ def test_a_match_is_the_longest_whatever_was_looked_for_before(num_pages: int | 
         if cache.reserve(row, len(tokens)) and choice.random() < 0.8:
             cache.commit(row, tokens, num_tokens=len(tokens))
         (cache.discard if choice.random() < 0.1 else cache.release)(row)
+        assert len(cache._paths) <= _MOST_PATHS
     cache.check_invariants([])
     assert num_found > 100
 
@@ -275,3 +280,48 @@ def test_a_path_that_was_found_before_may_have_lost_its_end() -> None:
     row = cache.match(sought)
     assert row.tables == again.tables
     cache.check_invariants([reader, again, row])
+
+
+def test_a_path_that_was_found_before_may_have_gone_and_come_again_with_other_pages() -> None:
+    cache = Cache(num_pages=4, page_size=2)
+    cache.release(run(cache, [1, 2, 3, 4]))
+    sought = ids(1, 2, 3, 4, 0).tobytes()
+    assert cache.count_cached(sought) == 4
+    other = cache.match(ids(9).tobytes())
+    assert cache.reserve(other, 8)
+    cache.release(other)
+    taken = cache.match(ids(8).tobytes())
+    assert cache.reserve(taken, 2)
+    again = run(cache, [1, 2, 3, 4])
+    assert cache.match(sought).tables == again.tables
+
+
+def test_nothing_that_was_flushed_is_kept() -> None:
+    cache = Cache(num_pages=4, page_size=2)
+    cache.release(run(cache, [1, 2, 3, 4]))
+    assert cache.count_cached(ids(1, 2, 3, 4, 0).tobytes()) == 4
+    cache.flush()
+    assert not cache._paths
+
+
+class CountingDict(dict[Any, Any]):
+    """Counts how often it is asked for something."""
+
+    num_asked = 0
+
+    def get(self, *arguments: Any) -> Any:
+        self.num_asked += 1
+        return super().get(*arguments)
+
+
+@pytest.mark.parametrize("parts_at", range(1, 101, 9))
+def test_a_prefix_is_looked_for_from_where_the_last_one_parts_from_it(parts_at: int) -> None:
+    """The tree is asked for its first page, and for the one that is another: not page by page."""
+    cache = Cache(num_pages=100, page_size=2)
+    row = run(cache, range(200))
+    sought = array("i", [*range(2 * parts_at), *([-1] * 100)]).tobytes()
+    cache.count_cached(array("i", range(201)).tobytes())
+    asked = cache._tree._children = CountingDict(cache._tree._children)
+    assert cache.count_cached(sought) == 2 * parts_at
+    assert asked.num_asked == 2
+    assert cache.match(sought).tables == (row.tables[0][:parts_at],)

@@ -181,11 +181,12 @@ class Loop:
             num_ahead = scheduler.num_in_flight - self._runner.facts.steps_in_flight
             if num_ahead * self._step_clock.seconds >= self._clock() - began + seconds:
                 return
-            plan = scheduler.schedule()
+            plan = scheduler.plan_step()
             if plan is None:
                 return
             self._runner.launch(plan)
             self._runner.sample(None)
+            scheduler.settle()
 
     def _draw_late(self) -> None:
         """Draw the newest step, whose rows need all tokens before. Ends requests that are left no token."""

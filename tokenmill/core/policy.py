@@ -183,7 +183,7 @@ class WaitingQueue:
         return next(iter(self._window.values()))
 
     def look_ahead(self) -> None:
-        """Order the next window when the last one is nearly used up, if nobody else can come into it."""
+        """Order the next window, if it is full already, when the last one is nearly used up."""
         size = self._policy.window
         if len(self._arrived) >= size and len(self._window) < size // _PARTS_LEFT:
             self._fill_window()

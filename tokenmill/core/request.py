@@ -205,7 +205,7 @@ def note_first_tokens(states: list[RequestState]) -> None:
 
 
 class Decoding:
-    """The requests whose rows decode, in order. `slots` is only ever replaced: flights keep the old ones."""
+    """The requests whose rows decode, in order. Both lists are only ever replaced: flights keep them."""
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []

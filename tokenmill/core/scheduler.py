@@ -33,8 +33,8 @@ class Scheduler:
     Preemption takes the least urgent, of these the youngest. So among the most urgent the oldest always gets
     on and finishes, and only more urgent requests starve another. Without priorities all are equals.
 
-    `schedule` may be called again before earlier results are taken in. The device runs steps in the order of
-    their plans; therefore slots and pages that a plan uses may be given away in any later one.
+    Steps may be planned before earlier results are taken in. The device runs steps in the order of their
+    plans; therefore slots and pages that a plan uses may be given away in any later one.
     """
 
     def __init__(
@@ -170,23 +170,19 @@ class Scheduler:
 
     # ── plans out ─────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run until a result or a request comes in."""
-        plan = self.plan_step()
-        self.settle()
-        return plan
-
     def plan_step(self) -> StepPlan | None:
-        """As `schedule`, but the books wait for `settle`, which is due before anything else happens here.
+        """The next step, or None if nothing can run until a result or a request comes in.
 
-        The device can begin with the plan meanwhile.
+        The books wait for `settle`, which is due before anything else happens here; the device can begin
+        with the plan meanwhile.
         """
+        assert self._ending is None, "settle() is due"
         if self._priorities.threshold is not None and len(self._queue):
             self._preempt(self._priorities.threshold)
         draft = PlanDraft()
-        num_decodes = self._schedule_decodes(draft)
-        decodes = self._decoding.states[:num_decodes]
-        prefills = self._schedule_prefills(draft, self._limits.max_step_tokens - num_decodes)
+        self._schedule_decodes(draft)
+        decodes = self._decoding.states  # never more than tokens of a step: each ended a prompt within one
+        prefills = self._schedule_prefills(draft, self._limits.max_step_tokens - len(decodes))
         if draft.is_empty:
             return None
         plan = draft.build()
@@ -218,20 +214,19 @@ class Scheduler:
             for state in choose_victims(self._queue, room, threshold=threshold):
                 self._retract(state)
 
-    def _schedule_decodes(self, draft: PlanDraft) -> int:
-        """Add the rows that decode, in order; returns their number."""
+    def _schedule_decodes(self, draft: PlanDraft) -> None:
+        """Add the rows that decode, in order."""
         self._decoding.refresh()
         self._reserve_for_decodes(draft)
         self._decoding.refresh()
-        slots = self._decoding.slots[: self._limits.max_step_tokens]
+        slots = self._decoding.slots
         starts = self._rows.computed[slots]
         self._rows.computed[slots] = starts + 1
         draft.set_decodes(slots, starts)
-        return len(slots)
 
     def _reserve_for_decodes(self, draft: PlanDraft) -> None:
         """Give a page to each row that begins one, preempting the last rows when there is none."""
-        slots = self._decoding.slots[: self._limits.max_step_tokens]
+        slots = self._decoding.slots
         needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
         cache, room = self._cache, self._rows.room
         for state in [self._decoding.states[index] for index in needy.tolist()]:
@@ -379,6 +374,7 @@ class Scheduler:
 
     def take_in(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; returns what is due to be reported."""
+        assert self._ending is None, "settle() is due"
         flight = self._flights.popleft()
         show_prompts(flight, result)  # also of rows that fail now: samples share the first one's
         outputs = [

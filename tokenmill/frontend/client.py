@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 _GIVE_UP_SECONDS = 5.0
 # A signal that another thread received does not wake the main one, which handles it when it looks.
 _LOOK_SECONDS = 0.2
-# Rows whose results are made before the core's thread may have a turn.
-_ROWS_AT_ONCE = 16
+# So many are made before the core's thread may have a turn.
+_RESULTS_AT_ONCE = 16
 
 
 class Client:
@@ -178,8 +178,8 @@ class Client:
     def _make_results(self, call: Call, turns: Turns | None = None) -> None:
         """Make the results of rows that finished: while others run, the last one need not wait for it."""
         rows, call.finished = call.finished, []
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            some = rows[start : start + _ROWS_AT_ONCE]
+        for start in range(0, len(rows), _RESULTS_AT_ONCE):
+            some = rows[start : start + _RESULTS_AT_ONCE]
             for row, text in zip(some, self._texts(some), strict=True):
                 call.results[row.index] = result_of(row, text, call.shape)
             if turns is not None:

@@ -20,7 +20,7 @@ from tokenmill.frontend.inputs import InputReader, Job, Settings, content_of
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import MEDIA, GenerateOptions, RequestOptions, read_options, state_format
 from tokenmill.frontend.prompt_lint import PromptLint
-from tokenmill.frontend.prompts import token_ids
+from tokenmill.frontend.prompts import plain_rows, token_ids
 from tokenmill.frontend.turns import Turns
 from tokenmill.messages import EngineFacts, IntArray
 from tokenmill.sampling_params import SamplingParams, show
@@ -99,8 +99,8 @@ class ItemReader:
         plain = [draft for draft in texts if draft.place == "prompt"]
         if plain:
             self._lint.look([plain[0].text])
-        _tokenize(plain, self._reader.encode)
-        _tokenize([draft for draft in texts if draft.place == "messages"], self._template.encode)
+        self._tokenize(plain, self._reader.encode)
+        self._tokenize([draft for draft in texts if draft.place == "messages"], self._template.encode)
         return [
             _guarded(turns, self._job, each, number) if isinstance(each, _Draft) else each
             for number, each in enumerate(read)
@@ -186,6 +186,23 @@ class ItemReader:
             raise WrongType(f"the prompt of an item must be a string, got {show(value)}")
         return self._plain_prompt(value)
 
+    def _tokenize(self, drafts: Sequence[_Draft], encode: Callable[[list[str]], list[list[int]]]) -> None:
+        """Give drafts the tokens of their texts, in one call; where that fails, without those that fail."""
+        if not drafts:
+            return
+        try:
+            rows = encode([draft.text or "" for draft in drafts])
+        except Exception as error:  # a tokenizer of a model's own code may raise anything
+            if len(drafts) == 1:
+                drafts[0].tokens = row_error(error)
+                return
+            middle = len(drafts) // 2
+            self._tokenize(drafts[:middle], encode)
+            self._tokenize(drafts[middle:], encode)
+            return
+        for draft, row in zip(drafts, plain_rows(rows, self._facts.vocab_size) or rows, strict=True):
+            draft.tokens = np.asarray(row, dtype=np.int32)
+
     def _job(self, draft: _Draft, number: int) -> Job | RowError:
         tokens = draft.tokens
         if isinstance(tokens, dict):
@@ -206,24 +223,6 @@ def _guarded(turns: Turns, read: Callable[..., Read], *arguments: Any) -> Read |
         return read(*arguments)
     except Exception as error:  # an item may be anything at all; it fails alone
         return row_error(error)
-
-
-def _tokenize(drafts: Sequence[_Draft], encode: Callable[[list[str]], list[list[int]]]) -> None:
-    """Give drafts the tokens of their texts, in one call; where that fails, without those that fail."""
-    if not drafts:
-        return
-    try:
-        rows = encode([draft.text or "" for draft in drafts])
-    except Exception as error:  # a tokenizer of a model's own code may raise anything
-        if len(drafts) == 1:
-            drafts[0].tokens = row_error(error)
-            return
-        middle = len(drafts) // 2
-        _tokenize(drafts[:middle], encode)
-        _tokenize(drafts[middle:], encode)
-        return
-    for draft, row in zip(drafts, rows, strict=True):
-        draft.tokens = np.asarray(row, dtype=np.int32)
 
 
 def _written(value: Any, params: SamplingParams) -> Mapping[str, Any]:

@@ -176,9 +176,9 @@ def make_shown(rows: list[Row], shape: Shape, turns: Turns) -> None:
         turns.give_way()
 
 
-def results_of(rows: Sequence[Row], dicts: Sequence[dict[str, Any]]) -> ResultList:
+def results_of(rows: Sequence[Row], made: Sequence[dict[str, Any]]) -> ResultList:
     """What a finished call gives, from what `result_of` made of each row."""
-    results = ResultList(dicts)
+    results = ResultList(made)
     if rows and (num_samples := rows[0].request.params.n) > 1:
         _share_prompt_logprobs(results, num_samples=num_samples)
     return results

@@ -226,6 +226,7 @@ class Cache:
     def flush(self) -> int:
         """Forget every prefix that no row uses; returns the number of pages freed."""
         num_before = self.num_free_pages
+        self._paths.clear()
         self._evict(self._tree.num_unpinned)
         return self.num_free_pages - num_before
 
