@@ -33,6 +33,8 @@ def balanced(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
 
     def counted(q: torch.Tensor, rows: object, runs: triton_balanced.Runs, **more: object) -> None:
         counts.append(int(runs.cuts_3P[0, -1]))
+        sizes = runs.cuts_3P[0].diff()
+        assert sizes.max() - sizes.min() <= 1, "a run is longer than others"
         decode(q, rows, runs, **more)
 
     def choose(runs: int) -> list[int]:

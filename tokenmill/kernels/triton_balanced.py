@@ -80,30 +80,20 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
     tile_keys, num_runs = shape.tile_keys, shape.num_runs
     num_rows, device = lengths_R.shape[0], lengths_R.device
     tiles_3N = torch.empty((3, num_rows * triton.cdiv(longest, tile_keys)), dtype=torch.int32, device=device)
-    # While kernels are compiled, those that fill these may be skipped: then there are no tiles.
-    numbers = torch.zeros(3 * (num_runs + 1) + 1, dtype=torch.int32, device=device)
-    cuts_3P, count = numbers[:-1].view(3, -1), numbers[-1:]
+    # While kernels are compiled, the one that fills it may be skipped: then there are no tiles.
+    cuts_3P = torch.zeros((3, num_runs + 1), dtype=torch.int32, device=device)
     _list_kernel[(num_rows,)](
         lengths_R,
         tiles_3N,
-        count,
+        cuts_3P,
         tiles_3N.shape[1],
         num_rows,
         _stride(num_rows),
-        BLOCK_N=tile_keys,
-        ROWS_AT_ONCE=ROWS_AT_ONCE,
-        LISTED_AT_ONCE=LISTED_AT_ONCE,
-        num_warps=4,
-        **overlap_options(device),
-    )
-    _cut_kernel[(1,)](
-        tiles_3N,
-        count,
-        cuts_3P,
-        tiles_3N.shape[1],
         NUM_RUNS=num_runs,
         BLOCK_N=tile_keys,
-        BLOCK_RUNS=triton.next_power_of_2(num_runs + 1),
+        BLOCK_RUNS=triton.next_power_of_2(num_runs),
+        ROWS_AT_ONCE=ROWS_AT_ONCE,
+        LISTED_AT_ONCE=LISTED_AT_ONCE,
         num_warps=4,
         **overlap_options(device),
     )
@@ -216,29 +206,37 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
 
 @triton.jit(
     do_not_specialize=["num_rows", "stride_tile", "stride_row"],
-    do_not_specialize_on_alignment=["lengths", "count"],
+    do_not_specialize_on_alignment=["lengths"],
 )
 def _list_kernel(
     lengths,
     tiles,
-    count,
+    cuts,
     stride_tile,
     num_rows,
     stride_row,
+    NUM_RUNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
     LISTED_AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row: its tiles, behind those of all rows that are listed before it."""
+    """One row: its tiles, behind those of all rows that are listed before it, and the runs that begin in it.
+
+    The lengths of runs differ by one tile at most.
+    """
     let_next_begin(OVERLAP)
     wait_for_inputs(OVERLAP)
     rank = tl.program_id(0)
-    before = 0
-    for begin in range(0, rank, ROWS_AT_ONCE):
+    first = 0
+    num_tiles = tl.zeros([], tl.int64)
+    for begin in range(0, num_rows, ROWS_AT_ONCE):
         ranks = begin + tl.arange(0, ROWS_AT_ONCE)
         others = lengths + ranks * stride_row % num_rows
-        before += tl.sum(tl.cdiv(tl.load(others, mask=ranks < rank, other=0), BLOCK_N), axis=0)
+        numbers = tl.cdiv(tl.load(others, mask=ranks < num_rows, other=0), BLOCK_N)
+        first += tl.sum(tl.where(ranks < rank, numbers, 0), axis=0)
+        num_tiles += tl.sum(numbers, axis=0)
     row = rank * stride_row % num_rows
     length = tl.load(lengths + row)
     number = tl.cdiv(length, BLOCK_N)
@@ -246,45 +244,24 @@ def _list_kernel(
         listed = begin + tl.arange(0, LISTED_AT_ONCE)
         keep = listed < number
         nothing = tl.zeros((LISTED_AT_ONCE,), tl.int32)
-        target = tiles + before + listed
+        target = tiles + first + listed
         tl.store(target, row + nothing, mask=keep)
         tl.store(target + stride_tile, listed * BLOCK_N, mask=keep)
         tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
-    if rank == num_rows - 1:
-        tl.store(count, before + number)
 
-
-@triton.jit(do_not_specialize=["stride_tile"], do_not_specialize_on_alignment=["count"])
-def _cut_kernel(
-    tiles,
-    count,
-    cuts,
-    stride_tile,
-    NUM_RUNS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_RUNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Cut the tiles into runs whose lengths differ by one at most."""
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
     runs = tl.arange(0, BLOCK_RUNS)
-    num_tiles = tl.load(count).to(tl.int64)
-    begin = num_tiles * runs // NUM_RUNS
-    end = num_tiles * (runs + 1) // NUM_RUNS
-    some = (runs < NUM_RUNS) & (begin < end)
-    row = tl.load(tiles + begin, mask=some, other=0)
-    start = tl.load(tiles + stride_tile + begin, mask=some, other=0)
-    length = tl.load(tiles + 2 * stride_tile + begin, mask=some, other=0)
-    first = begin - start // BLOCK_N
-    last = first + tl.cdiv(length, BLOCK_N) - 1
+    begins = num_tiles * runs // NUM_RUNS
+    ends = num_tiles * (runs + 1) // NUM_RUNS
+    after = first + number
+    begin_here = (runs < NUM_RUNS) & (begins >= first) & (begins < after)
     # A row is put together by the run in which it ends, if it began in another one.
-    joins = some & (first < begin) & (last < end)
-    opening = ((first + 1) * NUM_RUNS - 1) // tl.maximum(num_tiles, 1)
-    keep = runs <= NUM_RUNS
-    tl.store(cuts + runs, begin.to(tl.int32), mask=keep)
-    tl.store(cuts + NUM_RUNS + 1 + runs, tl.where(joins, row, -1), mask=keep)
-    tl.store(cuts + 2 * (NUM_RUNS + 1) + runs, opening.to(tl.int32), mask=keep)
+    joins = (begins < ends) & (begins > first) & (ends >= after)
+    opening = ((first + 1).to(tl.int64) * NUM_RUNS - 1) // num_tiles
+    tl.store(cuts + runs, begins.to(tl.int32), mask=begin_here)
+    tl.store(cuts + NUM_RUNS + 1 + runs, tl.where(joins, row, -1), mask=begin_here)
+    tl.store(cuts + 2 * (NUM_RUNS + 1) + runs, opening.to(tl.int32), mask=begin_here)
+    if rank == num_rows - 1:
+        tl.store(cuts + NUM_RUNS, after)
 
 
 @triton.jit(do_not_specialize=["stride_tile", "stride_table"], do_not_specialize_on_alignment=["page_table"])
