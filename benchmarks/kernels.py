@@ -14,6 +14,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -297,20 +298,27 @@ def report_shared() -> None:
         )
 
 
+def shared_times(heads: tuple[int, int, int]) -> list[float]:
+    """Microseconds of each forest; NaN where sharing does not pay, or the answer is wrong."""
+    times = []
+    for forest in FORESTS:
+        _, seconds, error = shared_seconds(forest, heads)
+        times.append(float("nan") if seconds is None or error > 8e-3 else seconds * 1e6)
+    return times
+
+
 def tune_shared() -> None:
     """Tiles, programs and splits of shared segments: microseconds of each forest, best in the first first."""
     for heads in HEADS:
-        found = []
-        for queries, programs, stages in itertools.product((64, 128), (132, 264, 396), (2, 3)):
-            triton_decode.SHARED_PROGRAMS = programs
-            triton_decode.shared_tiling = lambda *_, tile=(queries, stages): Tiling(
-                keys=64, num_warps=tile[0] // 16, num_stages=tile[1], queries=tile[0]
-            )
-            times = []
-            for forest in FORESTS:
-                _, seconds, error = shared_seconds(forest, heads)
-                times.append(float("nan") if seconds is None or error > 8e-3 else seconds * 1e6)
-            found.append((times, f"{queries} queries, {programs} programs, {stages} stages"))
+        found = [(shared_times(heads), "as chosen")]
+        with mock.patch.object(triton_decode, "_is_shared_for_hopper", return_value=False):
+            for queries, programs, stages in itertools.product((64, 128), (132, 264, 396), (2, 3)):
+                triton_decode.SHARED_PROGRAMS = programs
+                triton_decode.shared_tiling = lambda *_, tile=(queries, stages): Tiling(
+                    keys=64, num_warps=tile[0] // 16, num_stages=tile[1], queries=tile[0]
+                )
+                setting = f"{queries} queries, {programs} programs, {stages} stages"
+                found.append((shared_times(heads), f"plain: {setting}"))
         titles = " ".join(f"{f'{forest[0]}x{forest[1]}x{forest[2]}':>12}" for forest in FORESTS)
         print(f"\nshared {heads[0]}:{heads[1]} d{heads[2]}, us: {titles}")
         for times, setting in sorted(found):

@@ -133,6 +133,33 @@ def test_splits_of_a_rows_own_keys_follow_the_shared_pieces(
     assert ragged.relative_error(answer(spec, step, 16), step.expected) < LIMITS[torch.float32]
 
 
+@pytest.mark.parametrize("heads", [2, 7])
+def test_many_rows_are_put_together_some_heads_at_a_time(
+    forests: SimpleNamespace,
+    ragged: SimpleNamespace,
+    triton_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+) -> None:
+    """More pieces than are read at once, rows of one piece, and heads that fill no program."""
+    from tokenmill.kernels import triton_decode
+
+    monkeypatch.setattr(triton_decode, "COMBINED_MANY", 1)
+    spec = AttentionSpec(heads, 1, 64, scale=0.125)
+    rows = [[*range(24), *range(100 + 20 * row, 100 + 11 * row)] for row in range(40)] + [[90]]
+    step = forests.forest_step(
+        spec,
+        rows,
+        costs=eager_costs(spec, torch.float32, shortest_split=64, programs=999),
+        page_size=16,
+        dtype=torch.float32,
+        seed=5,
+        device=triton_device,
+    )
+    assert int(step.layout.shared.num_pieces_R.max()) > 4
+    assert ragged.relative_error(answer(spec, step, 16), step.expected) < LIMITS[torch.float32]
+
+
 def test_layers_with_a_window_do_not_share(
     forests: SimpleNamespace, ragged: SimpleNamespace, triton_device: str
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec, Backend
+from tokenmill.kernels import triton_overlap
 from tokenmill.kernels.launching import replayed
 
 pytestmark = [
@@ -223,10 +224,10 @@ def test_layers_one_after_the_other_in_a_graph(ragged: SimpleNamespace, seed: in
         assert ragged.relative_error(out, step.expected) < LIMITS[dtype]
 
 
-def forest_costs(spec: AttentionSpec, dtype: torch.dtype) -> Any:
+def forest_costs(spec: AttentionSpec, dtype: torch.dtype, page_size: int) -> Any:
     """The tiles of the kernels, and that all sharing pays."""
-    cache = torch.zeros(1, 1, spec.num_kv_heads, spec.head_dim, dtype=dtype, device="cuda")
-    costs = create_backend("triton", [spec], [cache], [cache], 1).sharing
+    cache = torch.zeros(1, page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype, device="cuda")
+    costs = create_backend("triton", [spec], [cache], [cache], page_size).sharing
     assert costs is not None
     return dataclasses.replace(costs, piece_keys=0, worthwhile_keys=0)
 
@@ -244,7 +245,7 @@ def test_random_forests(forests: SimpleNamespace, ragged: SimpleNamespace, seed:
     step = forests.forest_step(
         spec,
         rows,
-        costs=forest_costs(spec, dtype),
+        costs=forest_costs(spec, dtype, page_size),
         page_size=page_size,
         dtype=dtype,
         seed=seed,
@@ -256,6 +257,52 @@ def test_random_forests(forests: SimpleNamespace, ragged: SimpleNamespace, seed:
     assert ragged.relative_error(out, step.expected) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 8, 128), (4, 4, 128)])
+def test_kernels_beside_each_other_answer_as_one_after_the_other(
+    forests: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Each layer's queries are the answers of the layer before, bit by bit: whoever reads too early shows."""
+    spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    step = forests.forest_step(
+        spec,
+        [
+            [*range(60 + 8 * (row % 3)), *range(200 + 20 * row, 200 + 20 * row + row % 12)]
+            for row in range(70)
+        ],
+        costs=forest_costs(spec, torch.bfloat16, 16),
+        page_size=16,
+        dtype=torch.bfloat16,
+        seed=9,
+        device="cuda",
+    )
+    caches = [[cache.clone() for _ in range(6)] for cache in (step.key_cache, step.value_cache)]
+    backend = create_backend("triton", [spec] * 6, *caches, 16)
+
+    def layers() -> torch.Tensor:
+        backend.plan(step.layout)
+        q = step.q
+        for layer in range(6):
+            q = backend.run(8 * q, step.k, step.v, layer)
+        return q
+
+    monkeypatch.setattr(triton_overlap, "ENABLED", False)
+    expected = layers()
+    monkeypatch.setattr(triton_overlap, "ENABLED", True)
+    layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers()
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
 def test_a_captured_step_follows_the_forest(forests: SimpleNamespace, ragged: SimpleNamespace) -> None:
     """One graph answers for two forests: all that it knows of them lies in tensors."""
     spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
@@ -263,7 +310,7 @@ def test_a_captured_step_follows_the_forest(forests: SimpleNamespace, ragged: Si
         forests.forest_step(
             spec,
             rows,
-            costs=forest_costs(spec, torch.bfloat16),
+            costs=forest_costs(spec, torch.bfloat16, 16),
             page_size=16,
             dtype=torch.bfloat16,
             seed=5,

@@ -24,6 +24,7 @@ from tokenmill.kernels import (
     hopper_linear,
     hopper_pages,
     hopper_prefill,
+    hopper_shared,
     triton_decode,
     triton_linear,
     triton_lookup,
@@ -165,6 +166,7 @@ def decode(
         "BLOCK_G": max(16, triton.next_power_of_2(group * fold)),
         "BLOCK_N": tiling.keys,
         "BLOCK_DIM": block_dim,
+        "OVERLAP": shared,
     }
     forest = {"own_starts": "i32", "num_pieces": "i32"}
     pointers = {"q": "bf16", **CACHES, **forest, "out": "bf16", "parts": "fp32", "logs": "fp32"}
@@ -261,6 +263,27 @@ def hopper(group: int) -> dict[str, Any]:
         "v_cache": PAGES,
     }
     return compiled(hopper_prefill._prefill_kernel, pointers, scalars, constants, num_warps=4)
+
+
+def hopper_prefixes(head_dim: int, group: int) -> dict[str, Any]:
+    tiling = hopper_shared.hopper_tiling(head_dim)
+    constants = {
+        "KEY_HEADS": 8,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "FIELDS": ITEM_FIELDS,
+        "BLOCK_N": tiling.keys,
+        "STAGES": tiling.stages,
+        "ALTERNATE": tiling.alternate,
+        "ARE_NEW": False,
+        "OVERLAP": True,
+    }
+    names = ("q", "page_table", "num_items", "items", "members", "parts", "logs")
+    pointers = dict(zip(names, ("bf16", *["i32"] * 4, "fp32", "fp32"), strict=True))
+    scalars = {"k_cache": PAGES, "v_cache": PAGES, "scale_log2": "fp32"}
+    scalars |= dict.fromkeys(("room", "stride_qt", "stride_qh", "stride_table"), "i32")
+    return compiled(hopper_shared._shared_kernel, pointers, scalars, constants, num_warps=4)
 
 
 def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
@@ -399,6 +422,8 @@ if __name__ == "__main__":
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
             "hopper 128": hopper(4),
+            "hopper shared 64": hopper_prefixes(64, 7),
+            "hopper shared 128": hopper_prefixes(128, 2),
             "runs 64": runs(64, 7),
             "runs 64 new": runs(64, 7, are_new=True),
             "runs 128": runs(128, 4),

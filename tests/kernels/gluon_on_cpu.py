@@ -213,9 +213,9 @@ def _jit(function: Any = None, **_: Any) -> Any:
     return Kernel if function is None else Kernel(function)
 
 
-def _use_pages(module: ModuleType, pages: Path) -> None:
-    """What the module took from `hopper_pages.py`, for the CPU as well."""
-    original, replaced = import_module("tokenmill.kernels.hopper_pages"), vars(load_module(pages))
+def _use(module: ModuleType, source: Path) -> None:
+    """What the module took from another file of kernels, for the CPU as well."""
+    original, replaced = import_module(f"tokenmill.kernels.{source.stem}"), vars(load_module(source))
     for name, value in vars(original).items():
         if not name.startswith("__") and module.__dict__.get(name) is value:
             module.__dict__[name] = replaced[name]
@@ -290,8 +290,9 @@ def load_module(path: Path) -> ModuleType:
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)
-    if path.stem != "hopper_pages":
-        _use_pages(module, path.with_name("hopper_pages.py"))
+    for other in ("hopper_pages", "hopper_prefill"):
+        if f"from tokenmill.kernels.{other} import" in rest:
+            _use(module, path.with_name(f"{other}.py"))
     # Programs run one after the other here.
     module.__dict__.update(let_next_begin=_nothing, wait_for_inputs=_nothing)
     return module

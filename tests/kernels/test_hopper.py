@@ -58,6 +58,12 @@ def test_many_queries_multiply_with_warp_groups(compiled: dict[str, dict[str, An
         assert compiled[name]["HGMMA"] > 0, name
 
 
+def test_shared_segments_multiply_with_whole_groups_of_warps(compiled: dict[str, dict[str, Any]]) -> None:
+    for name in ("hopper shared 64", "hopper shared 128"):
+        assert compiled[name]["HGMMA"] > 0, name
+        assert compiled[name]["HMMA"] == 0, name
+
+
 def test_decoding_in_runs_shares_a_processor(compiled: dict[str, dict[str, Any]]) -> None:
     """As many programs as the tiling says have room for their tiles and registers, keys wait for nobody, and
     products take whole groups of warps."""

@@ -54,7 +54,9 @@ class TritonBackend:
         self._key_caches = tuple(key_caches)
         self._value_caches = tuple(value_caches)
         self._work: _Work | None = None
-        self.sharing = _sharing_costs(self._specs, self._key_caches)
+        # The first layer that attends to whole sequences.
+        self._first_whole = next((at for at, spec in enumerate(self._specs) if spec.window is None), None)
+        self.sharing = _sharing_costs(self._specs, self._key_caches, self._value_caches)
 
     def plan(self, layout: StepLayout) -> None:
         """Take note of the step; nothing is copied to or from the device."""
@@ -178,6 +180,7 @@ class TritonBackend:
             longest=work.longest_decode,
             out_RHD=out_RHD,
             shared=layout.shared,
+            are_new=layer == self._first_whole,
         )
 
     def _decode_in_runs(
@@ -207,32 +210,36 @@ class TritonBackend:
 
 
 def _sharing_costs(
-    specs: tuple[AttentionSpec, ...], key_caches: tuple[torch.Tensor, ...]
+    specs: tuple[AttentionSpec, ...],
+    key_caches: tuple[torch.Tensor, ...],
+    value_caches: tuple[torch.Tensor, ...],
 ) -> SharingCosts | None:
     """What sharing costs the layers that attend to whole sequences; None if there are none."""
     layers = [
-        _layer_costs(spec, keys) for spec, keys in zip(specs, key_caches, strict=True) if spec.window is None
+        _layer_costs(spec, keys, values)
+        for spec, keys, values in zip(specs, key_caches, value_caches, strict=True)
+        if spec.window is None
     ]
     if not layers:
         return None
     return SharingCosts(
         rows_per_item=min(layer.rows_per_item for layer in layers),
         key_heads=min(layer.key_heads for layer in layers),
-        programs=triton_decode.SHARED_PROGRAMS,
+        programs=max(layer.programs for layer in layers),
         shortest_split=SHORTEST_SHARED_SPLIT,
         piece_keys=max(layer.piece_keys for layer in layers),
         worthwhile_keys=max(layer.worthwhile_keys for layer in layers),
     )
 
 
-def _layer_costs(spec: AttentionSpec, key_cache_NBKD: torch.Tensor) -> SharingCosts:
+def _layer_costs(spec: AttentionSpec, keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> SharingCosts:
     group = spec.num_heads // spec.num_kv_heads
-    element_size = key_cache_NBKD.element_size()
-    tiling = triton_decode.shared_tiling(spec.head_dim, element_size)
+    element_size = keys_NBKD.element_size()
+    queries, programs = triton_decode.shared_work(keys_NBKD, values_NBKD)
     return SharingCosts(
-        rows_per_item=max(1, tiling.queries // group),
+        rows_per_item=max(1, queries // group),
         key_heads=spec.num_kv_heads,
-        programs=triton_decode.SHARED_PROGRAMS,
+        programs=programs,
         shortest_split=SHORTEST_SHARED_SPLIT,
         # A piece is written and read again, with 4 bytes for each number of each query head; it counts
         # twice, because it is one more thing to do, too.

@@ -61,7 +61,8 @@ def decode_tiling(head_dim: int) -> DecodeTiling:
 
 def can_take(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
     """Whether `attend` knows these numbers and layouts."""
-    return q_RHD.shape[2] in HEAD_DIMS and are_tiles(rows) and can_be_copied(q_RHD)
+    is_known = q_RHD.shape[2] in HEAD_DIMS and can_be_copied(q_RHD)
+    return is_known and are_tiles(rows.key_cache_NBKD, rows.value_cache_NBKD)
 
 
 def attend(

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.triton_attention import COPY_ALIGNMENT, PagedRows
+from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 
 PAGE_TOKENS = gl.constexpr(16)  # tokens of a page copied at once
 PANEL = gl.constexpr(64)  # numbers of 128 bytes: a tile in shared memory is made of columns of this width
@@ -26,14 +26,13 @@ PANEL = gl.constexpr(64)  # numbers of 128 bytes: a tile in shared memory is mad
 PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
-def are_tiles(rows: PagedRows) -> bool:
-    """Whether the pages of these rows can be copied so."""
-    caches = (rows.key_cache_NBKD, rows.value_cache_NBKD)
+def are_tiles(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> bool:
+    """Whether the pages of these caches can be copied so."""
     return (
-        caches[0].element_size() == 2
-        and caches[0].shape[1] % PAGE_TOKENS.value == 0
-        and caches[0].shape[3] % PANEL.value == 0
-        and can_be_copied(*caches)
+        keys_NBKD.element_size() == 2
+        and keys_NBKD.shape[1] % PAGE_TOKENS.value == 0
+        and keys_NBKD.shape[3] % PANEL.value == 0
+        and can_be_copied(keys_NBKD, values_NBKD)
     )
 
 

@@ -67,7 +67,7 @@ def pays(longest_query: int, longest_row: int) -> bool:
 def can_take(k_TKD: torch.Tensor, v_TKD: torch.Tensor, rows: PagedRows, most_pairs: int) -> bool:
     """Whether `prefill` knows these numbers and layouts, and rows fill more than one group."""
     return (
-        are_tiles(rows)
+        are_tiles(rows.key_cache_NBKD, rows.value_cache_NBKD)
         and k_TKD.shape[2] == HEAD_DIM
         and most_pairs > GROUP_QUERIES.value
         and k_TKD.stride() == v_TKD.stride()
@@ -326,12 +326,12 @@ def _finish_values(step, acc, fade, barriers, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _attend(
+def attend_tiles(
     step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole, partial,
     scale_log2, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     MINE: gl.constexpr, ALTERNATE: gl.constexpr,
 ):  # fmt: skip
-    """(weighted sum of the values, sum of the weights, number of tiles) over all keys.
+    """(weighted sum of the values, sum of the weights, peak of the scores, number of tiles) over all keys.
 
     The values of a tile are multiplied while the softmax of the next one is computed.
     """
@@ -375,7 +375,7 @@ def _attend(
     acc = _start_values(step + count - 1, acc, narrow, v_tiles, barriers, STAGES)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(barriers.index(3 * STAGES + (step + count - 1) % STAGES))
-    return acc, total, count
+    return acc, total, peak, count
 
 
 @gluon.jit
@@ -416,7 +416,7 @@ def _compute(
             gl.thread_barrier()
 
             queries = gl.minimum((first + score_pairs) // GROUP, num_queries - 1)
-            acc, total, count = _attend(
+            acc, total, _, count = attend_tiles(
                 step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own,
                 whole, partial, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE, ALTERNATE,
             )  # fmt: skip

@@ -229,7 +229,7 @@ def _list_kernel(
     let_next_begin(OVERLAP)
     wait_for_inputs(OVERLAP)
     rank = tl.program_id(0)
-    first = 0
+    first = tl.zeros([], tl.int32)
     num_tiles = tl.zeros([], tl.int64)
     for begin in range(0, num_rows, ROWS_AT_ONCE):
         ranks = begin + tl.arange(0, ROWS_AT_ONCE)

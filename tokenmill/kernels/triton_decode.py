@@ -22,8 +22,14 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
-from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, block_of
-from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
+from tokenmill.kernels.triton_attention import (
+    LOG2_E,
+    PagedRows,
+    block_of,
+    has_hopper_kernels,
+    num_processors,
+)
+from tokenmill.kernels.triton_overlap import NO_OVERLAP, let_next_begin, overlap_options, wait_for_inputs
 
 # Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop
@@ -41,7 +47,10 @@ SHARED_QUERIES = 64  # of a program that reads a shared segment
 SHARED_PROGRAMS = 264  # that run at the same time and go through the items of a step: two for each processor
 
 MAX_PIECES = MAX_SPLITS + most_pieces(1)
-COMBINE_PROGRAMS_MANY = 2048  # from so many on, a program takes few pieces at once and one warp
+# From so many heads of all rows on, with few pieces each, one warp puts several heads together: more programs
+# than run at the same time would find out about their rows one after the other.
+COMBINED_MANY = 2048
+HEADS_AT_ONCE, FEW_PIECES = 4, 32
 
 
 # ── launching ─────────────────────────────────────────────────────────────────────────────────
@@ -64,11 +73,13 @@ def decode(
     longest: int,
     out_RHD: torch.Tensor,
     shared: SharedPrefixes | None = None,
+    are_new: bool = True,
 ) -> None:
     """Attention of one query per row, its last token, written to `out_RHD`.
 
     `longest` bounds the rows' lengths (a larger bound only costs time). A row of length 0 is left unwritten.
-    With a window, `shared` is of no use: everything is read row by row.
+    With a window, `shared` is of no use: everything is read row by row. Only if another launch has used these
+    prefixes before, and waited for all that was launched before it, they need not be `are_new`.
     """
     num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
@@ -86,7 +97,7 @@ def decode(
         torch.empty((num_rows, num_heads, room), dtype=torch.float32, device=q_RHD.device),
     )
     if shared is not None:
-        _attend_shared(q_RHD, rows, shared, scale=scale, pieces=pieces)
+        _attend_shared(q_RHD, rows, shared, scale=scale, are_new=are_new, pieces=pieces)
     _attend_own(
         q_RHD, rows, shared,
         scale=scale, window=window, splits=splits, fold=fold, pieces=pieces, out_RHD=out_RHD,
@@ -96,9 +107,28 @@ def decode(
 
 
 def _attend_shared(
-    q_RHD: torch.Tensor, rows: PagedRows, shared: SharedPrefixes, *, scale: float, pieces: _Pieces
+    q_RHD: torch.Tensor,
+    rows: PagedRows,
+    shared: SharedPrefixes,
+    *,
+    scale: float,
+    are_new: bool,
+    pieces: _Pieces,
 ) -> None:
     """Leave the pieces of all shared segments."""
+    if _is_shared_for_hopper(rows.key_cache_NBKD, rows.value_cache_NBKD):
+        from tokenmill.kernels import hopper_shared
+
+        hopper_shared.attend(
+            q_RHD,
+            rows,
+            shared,
+            scale=scale,
+            are_new=are_new,
+            parts_RHPD=pieces.parts_RHPD,
+            logs_RHP=pieces.logs_RHP,
+        )
+        return
     _, num_heads, head_dim = q_RHD.shape
     group = num_heads // rows.key_cache_NBKD.shape[2]
     tiling = shared_tiling(head_dim, q_RHD.element_size())
@@ -181,6 +211,7 @@ def _attend_own(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=DECODE_REGISTERS,
+        **(NO_OVERLAP if shared is None else overlap_options(q_RHD.device)),
     )
 
 
@@ -196,8 +227,9 @@ def _combine(
 ) -> None:
     """Put the pieces of each row together; rows of a single one are complete already."""
     num_rows, num_heads, room, head_dim = pieces.parts_RHPD.shape
-    many = num_rows * num_heads >= COMBINE_PROGRAMS_MANY
-    _combine_kernel[(num_heads, num_rows)](
+    many = num_rows * num_heads >= COMBINED_MANY and room <= FEW_PIECES
+    heads = HEADS_AT_ONCE if many else 1
+    _combine_kernel[(triton.cdiv(num_heads, heads), num_rows)](
         pieces.parts_RHPD,
         pieces.logs_RHP,
         lengths_R,
@@ -208,11 +240,13 @@ def _combine(
         room,
         out_RHD.stride(0),
         out_RHD.stride(1),
+        NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         WINDOW=window or 0,
         SHARED=shared is not None,
         BLOCK_N=decode_tiling(block_of(head_dim * fold), out_RHD.element_size()).keys,
-        MAX_PIECES=triton.next_power_of_2(MAX_PIECES),
+        BLOCK_HEADS=heads,
+        MAX_PIECES=FEW_PIECES if many else triton.next_power_of_2(MAX_PIECES),
         BLOCK_PIECES=4 if many else 32,
         BLOCK_DIM=block_of(head_dim),
         num_warps=1 if many else 4,
@@ -264,6 +298,23 @@ def shared_tiling(head_dim: int, element_size: int) -> Tiling:
         return Tiling(keys=32, num_warps=8, num_stages=3, queries=SHARED_QUERIES)
     keys = 128 if head_dim <= 64 else 64
     return Tiling(keys, num_warps=SHARED_QUERIES // 16, num_stages=3, queries=SHARED_QUERIES)
+
+
+def shared_work(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> tuple[int, int]:
+    """(queries that a program takes through a shared segment, programs that run at the same time)."""
+    if _is_shared_for_hopper(keys_NBKD, values_NBKD):
+        from tokenmill.kernels import hopper_shared
+
+        return hopper_shared.QUERIES, num_processors(keys_NBKD.device)
+    return shared_tiling(keys_NBKD.shape[3], keys_NBKD.element_size()).queries, SHARED_PROGRAMS
+
+
+def _is_shared_for_hopper(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> bool:
+    if not has_hopper_kernels(keys_NBKD.device):
+        return False
+    from tokenmill.kernels import hopper_shared
+
+    return hopper_shared.can_take(keys_NBKD, values_NBKD)
 
 
 def _folded_heads(group: int, key_cache_NBKD: torch.Tensor) -> int:
@@ -480,7 +531,13 @@ def _own_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    """Keys [start, stop) of a row, of one key head or several folded ones.
+
+    Behind a kernel that reads shared segments it begins as soon as that leaves room. What both read, that one
+    has waited for; so this one waits for it only in the end, for the kernel that needs both.
+    """
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
@@ -520,6 +577,7 @@ def _own_kernel(
         piece = (row * (tl.num_programs(0) * (FOLD * GROUP)) + heads) * room + before + tl.program_id(1)
         tl.store(parts + piece[:, None] * HEAD_DIM + column[None, :], acc, mask=keep_q)
         tl.store(logs + piece, peak + tl.log2(total), mask=keep)
+    wait_for_inputs(OVERLAP)
 
 
 @triton.jit(
@@ -538,23 +596,25 @@ def _combine_kernel(
     room,
     stride_ot,
     stride_oh,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     MAX_PIECES: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Weigh the pieces of one head of one row by their share of the softmax's denominator.
+    """Weigh the pieces of some heads of one row by their share of the softmax's denominator.
 
     The product behind it fetches its first weights meanwhile; during the attention before, that would only
     slow down both where the weight is large.
     """
     let_next_begin(OVERLAP)
     wait_for_inputs(OVERLAP)
-    head = tl.program_id(0)
+    heads = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(lengths + row)
     before = 0
@@ -567,21 +627,21 @@ def _combine_kernel(
     if number <= 1:
         return  # the row's own program wrote the output itself
     columns = tl.arange(0, BLOCK_DIM)
-    first = (row * tl.num_programs(0) + head) * room
-    every = tl.arange(0, MAX_PIECES)
+    keep_out = (heads < NUM_HEADS)[:, None] & (columns < HEAD_DIM)[None, :]
+    first = ((row * NUM_HEADS + tl.minimum(heads, NUM_HEADS - 1)) * room)[:, None]
+    every = tl.arange(0, MAX_PIECES)[None, :]
     all_logs = tl.load(logs + first + every, mask=every < number, other=float("-inf"))
-    peak = tl.max(all_logs, axis=0)
-    total = tl.sum(tl.exp2(all_logs - peak), axis=0)
-    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    peak = tl.max(all_logs, axis=1)[:, None]
+    total = tl.sum(tl.exp2(all_logs - peak), axis=1)[:, None]
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
     for begin in range(0, number, BLOCK_PIECES):
-        pieces = begin + tl.arange(0, BLOCK_PIECES)
-        keep = pieces < number
-        log = tl.load(logs + first + pieces, mask=keep, other=float("-inf"))
+        pieces = begin + tl.arange(0, BLOCK_PIECES)[None, :]
+        log = tl.load(logs + first + pieces, mask=pieces < number, other=float("-inf"))
         part = tl.load(
-            parts + (first + pieces)[:, None] * HEAD_DIM + columns[None, :],
-            mask=keep[:, None] & (columns < HEAD_DIM)[None, :],
+            parts + (first + pieces)[:, :, None] * HEAD_DIM + columns[None, None, :],
+            mask=(pieces < number)[:, :, None] & (columns < HEAD_DIM)[None, None, :],
             other=0,
         )
-        acc += tl.sum(part * tl.exp2(log - peak)[:, None], axis=0)
-    target = out + row * stride_ot + head * stride_oh + columns
-    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+        acc += tl.sum(part * tl.exp2(log - peak)[:, :, None], axis=1)
+    target = out + row * stride_ot + heads[:, None] * stride_oh + columns[None, :]
+    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=keep_out)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 ENABLED = True
+# Of a kernel that could begin early, but had better not.
+NO_OVERLAP = {"OVERLAP": False, "launch_pdl": False}
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
