@@ -144,7 +144,8 @@ def test_many_rows_are_put_together_some_heads_at_a_time(
     """More pieces than are read at once, rows of one piece, and heads that fill no program."""
     from tokenmill.kernels import triton_decode
 
-    monkeypatch.setattr(triton_decode, "COMBINED_MANY", 1)
+    for name in ("COMBINE_PROGRAMS_MANY", "COMBINE_PROGRAMS_MOST"):
+        monkeypatch.setattr(triton_decode, name, 1)
     spec = AttentionSpec(heads, 1, 64, scale=0.125)
     rows = [[*range(24), *range(100 + 20 * row, 100 + 11 * row)] for row in range(40)] + [[90]]
     step = forests.forest_step(

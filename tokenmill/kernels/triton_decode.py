@@ -47,10 +47,9 @@ SHARED_QUERIES = 64  # of a program that reads a shared segment
 SHARED_PROGRAMS = 264  # that run at the same time and go through the items of a step: two for each processor
 
 MAX_PIECES = MAX_SPLITS + most_pieces(1)
-# From so many heads of all rows on, with few pieces each, one warp puts several heads together: more programs
-# than run at the same time would find out about their rows one after the other.
-COMBINED_MANY = 2048
-HEADS_AT_ONCE, FEW_PIECES = 4, 32
+COMBINE_PROGRAMS_MANY = 2048  # from so many on, a program takes few pieces at once and one warp
+# With more of them than run at the same time, and few pieces in a row, a program takes several heads.
+COMBINE_PROGRAMS_MOST, FEW_PIECES, HEADS_AT_ONCE = 4096, 32, 4
 
 
 # ── launching ─────────────────────────────────────────────────────────────────────────────────
@@ -227,8 +226,9 @@ def _combine(
 ) -> None:
     """Put the pieces of each row together; rows of a single one are complete already."""
     num_rows, num_heads, room, head_dim = pieces.parts_RHPD.shape
-    many = num_rows * num_heads >= COMBINED_MANY and room <= FEW_PIECES
-    heads = HEADS_AT_ONCE if many else 1
+    many = num_rows * num_heads >= COMBINE_PROGRAMS_MANY
+    are_most = num_rows * num_heads >= COMBINE_PROGRAMS_MOST and room <= FEW_PIECES
+    heads = HEADS_AT_ONCE if are_most else 1
     _combine_kernel[(triton.cdiv(num_heads, heads), num_rows)](
         pieces.parts_RHPD,
         pieces.logs_RHP,
@@ -246,7 +246,7 @@ def _combine(
         SHARED=shared is not None,
         BLOCK_N=decode_tiling(block_of(head_dim * fold), out_RHD.element_size()).keys,
         BLOCK_HEADS=heads,
-        MAX_PIECES=FEW_PIECES if many else triton.next_power_of_2(MAX_PIECES),
+        MAX_PIECES=FEW_PIECES if are_most else triton.next_power_of_2(MAX_PIECES),
         BLOCK_PIECES=4 if many else 32,
         BLOCK_DIM=block_of(head_dim),
         num_warps=1 if many else 4,
