@@ -154,7 +154,7 @@ def decode(
     head_dim: int, group: int, *, fold: int = 1, single: bool = False, shared: bool = False
 ) -> dict[str, Any]:
     block_dim = triton.next_power_of_2(head_dim * fold)
-    tiling = triton_decode.decode_tiling(block_dim, 2)
+    tiling = triton_decode.own_tiling(block_dim, 2, beside_shared=shared)
     constants = {
         "GROUP": group,
         "FOLD": fold,
@@ -181,7 +181,7 @@ def decode(
     options = {
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
-        "maxnreg": triton_decode.DECODE_REGISTERS,
+        "maxnreg": triton_decode.SMALL_REGISTERS if shared else triton_decode.DECODE_REGISTERS,
     }
     return compiled(triton_decode._own_kernel, pointers, scalars, constants, **options)
 

@@ -34,6 +34,7 @@ from tokenmill.kernels.triton_overlap import NO_OVERLAP, let_next_begin, overlap
 # Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop
 DECODE_REGISTERS = 168  # for three programs to a processor; the assembler alone would spill to fit a fourth
+SMALL_REGISTERS = 200  # for five of half the threads
 DECODE_PROGRAMS = 1024  # wanted on the device: some eight for each of its processors
 MAX_SPLITS = 64
 SPLIT_KEYS_FEW_ROWS = 64  # shortest split worth its combination
@@ -176,7 +177,7 @@ def _attend_own(
     """Leave the pieces of the keys that each row reads alone; a row with no other piece is complete."""
     num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    tiling = decode_tiling(block_of(head_dim * fold), q_RHD.element_size())
+    tiling = own_tiling(block_of(head_dim * fold), q_RHD.element_size(), beside_shared=shared is not None)
     _own_kernel[(num_kv_heads // fold, splits[0], num_rows)](
         q_RHD,
         rows.key_cache_NBKD,
@@ -209,7 +210,7 @@ def _attend_own(
         BLOCK_DIM=block_of(head_dim * fold),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        maxnreg=DECODE_REGISTERS,
+        maxnreg=DECODE_REGISTERS if shared is None else SMALL_REGISTERS,
         **(NO_OVERLAP if shared is None else overlap_options(q_RHD.device)),
     )
 
@@ -283,6 +284,13 @@ def decode_tiling(block_dim: int, element_size: int) -> Tiling:
     if element_size == 4:  # no tensor cores at full precision: registers set the size
         return Tiling(keys=32 if block_dim <= 64 else 16, num_warps=4, num_stages=5)
     return Tiling(min(128, max(16, DECODE_TILE_BYTES // (block_dim * element_size))), 4, 5)
+
+
+def own_tiling(block_dim: int, element_size: int, *, beside_shared: bool) -> Tiling:
+    """The tiles of `decode_tiling`, for smaller programs where rows read little alone, as beside shared
+    prefixes: five of them share a processor, and some begin while others end."""
+    tiling = decode_tiling(block_dim, element_size)
+    return Tiling(tiling.keys, 2, 3) if beside_shared and element_size == 2 else tiling
 
 
 def tile_keys(head_dim: int, element_size: int) -> int:
