@@ -779,8 +779,8 @@ def test_closing_while_rows_are_started_ends_the_loop(engine: sgl.Engine, cores:
         results = engine.iter(map(str, range(10_000)), window=16)
         submit, count = results._flow._submit, itertools.count(1)
 
-        def submit_and_close() -> None:
-            submit()
+        def submit_and_close(calls: Any) -> None:
+            submit(calls)
             if next(count) == 3:
                 thread = threading.Thread(target=results.close)
                 thread.start()
@@ -858,6 +858,39 @@ def test_what_a_short_queue_has_no_room_for_waits_outside(
         with pytest.raises(sgl.EngineDead, match="burnt"):
             taken += [result["index"] for result in results]
         assert taken == [0, 1, 2]
+
+
+def test_rows_of_several_iterations_wait_for_room_in_one_queue() -> None:
+    params = {"max_new_tokens": 6, "ignore_eos": True}
+    errors: list[Any] = []
+    with sgl.Engine(model_path="tiny", max_running_requests=2, max_queued_requests=3) as engine:
+
+        def iterate(n: int) -> None:
+            errors.extend(result["error"] for result in engine.iter(["a"] * 30, {**params, "n": n}))
+
+        async def in_a_loop() -> None:
+            errors.extend(r["error"] for r in await collected(engine.iter(["a"] * 30, params)))
+
+        threads = [threading.Thread(target=iterate, args=(n,)) for n in (1, 2, 7)]
+        threads.append(threading.Thread(target=lambda: asyncio.run(in_a_loop())))
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            engine.generate(["b"] * 6, params, on_error="return")  # takes what room there is, and more
+        assert errors == [None] * (30 * (1 + 2 + 7 + 1))
+        pairs = zip(engine.iter(["a"] * 9, params), engine.iter(["b"] * 9, params), strict=True)
+        assert [(one["error"], other["error"]) for one, other in pairs] == [(None, None)] * 9
+
+
+def test_rows_wait_while_another_call_fills_the_queue() -> None:
+    params = {"max_new_tokens": 400, "ignore_eos": True}
+    with sgl.Engine(model_path="tiny", max_running_requests=1, max_queued_requests=1) as engine:
+        stream = engine.generate("a", params, stream=True)
+        waiting = engine.generate("a", params, stream=True)
+        found = engine.iter(["b", "c"], {"max_new_tokens": 2, "ignore_eos": True}, order="input")
+        assert [result["error"] for result in found] == [None, None]
+        for each in (stream, waiting):
+            assert len(list(each)) > 1
 
 
 def test_many_at_once(engine: sgl.Engine, cores: list[Any]) -> None:

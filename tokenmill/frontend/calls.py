@@ -63,12 +63,16 @@ class Mailbox:
             wake()
         return arrived
 
-    def close(self) -> None:
-        """Let nobody wait any more. Takes no lock, because the garbage collector may call it anywhere."""
-        self._closed = True
+    def nudge(self) -> None:
+        """Let the taker look again, although nothing arrived. Takes no lock of the mailbox."""
         wake = self._wake  # which the core's thread may take away at any moment
         if wake is not None:
             wake()
+
+    def close(self) -> None:
+        """Let nobody wait any more. Takes no lock, because the garbage collector may call it anywhere."""
+        self._closed = True
+        self.nudge()
 
 
 class Call:

@@ -16,23 +16,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.errors import (
-    EngineClosed,
-    EngineDead,
-    WrongState,
-    engine_dead,
-)
+from tokenmill.errors import EngineClosed, EngineDead, WrongState, engine_dead
 from tokenmill.frontend.calls import Arrived, Call, Mailbox, Wake, deliver, fail_rows
 from tokenmill.frontend.event_loops import Threads
-from tokenmill.frontend.failures import (
-    INTERRUPTED,
-    Faults,
-    failure,
-    interrupted,
-    raise_if_failed,
-    taken_ids,
-)
+from tokenmill.frontend.failures import INTERRUPTED, Faults, failure, interrupted, raise_if_failed, taken_ids
 from tokenmill.frontend.interrupts import Interrupts
+from tokenmill.frontend.lobby import Lobby
 from tokenmill.frontend.observers import Observers
 from tokenmill.frontend.outputs import (
     Arrival,
@@ -45,6 +34,7 @@ from tokenmill.frontend.outputs import (
     results_of,
 )
 from tokenmill.frontend.progress import Advance, Report, open_progress
+from tokenmill.frontend.request_ids import is_made_of
 from tokenmill.frontend.streams import AsyncResultStream, LoopWake, ResultStream
 from tokenmill.frontend.turns import Turns
 from tokenmill.garbage import collect_if_due, uncollected
@@ -84,6 +74,7 @@ class Client:
         self._dead: BaseException | None = None
         self._closed = False
         self._released: set[str] = set()
+        self._lobby = Lobby(config.max_queued_requests)
         self.weight_version = config.weight_version
         self.tensor_update = ""  # another word after each update of weights that no file holds
         self.metrics = Metrics(str(config.served_model_name)) if config.enable_metrics else None
@@ -132,7 +123,7 @@ class Client:
         ]
         call = Call(
             rows,
-            [row.request.copy(id=row.name, seed=row.request.seed) for row in rows],
+            [row.to_core() for row in rows],
             shape=shape,
             streams=stream,
             session=job.session,
@@ -347,15 +338,24 @@ class Client:
     def submit_all(self, calls: Sequence[Call]) -> None:
         """Start calls that return errors, and belong to no session.
 
-        Raises `EngineDead` and `EngineClosed`, and `WrongState` while memory is released.
+        What the core's queue has no room for waits for `let_in`; the mailbox's taker is woken when there may
+        be some. Raises `EngineDead` and `EngineClosed`, and `WrongState` while memory is released.
         """
         with self._lock:
             self._raise_if_ended()
             self._raise_if_released()
             for call in calls:
                 self._register(call)
+            num_behind = len(self._flying) - self.facts.max_running_requests
+            requests = self._lobby.admit(calls, num_behind=num_behind)
         self.observers.received(row for call in calls for row in call.rows)
-        self._send([request for call in calls for request in call.requests])
+        if requests:
+            self._send(requests)
+
+    def let_in(self) -> None:
+        """Send what waits for room in the core's queue, of whatever call. Raises as `submit_all`."""
+        if self._lobby:
+            self.submit_all(())
 
     def _send(self, requests: Sequence[Request]) -> None:
         with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
@@ -393,7 +393,7 @@ class Client:
         """
         with self._lock:
             flying = [(name, row.request.id) for name, (_, row) in list(self._flying.items())]
-        self._core_cancel([name for name, other in flying if every or _is_made_of(other, request_id)])
+        self._core_cancel([name for name, other in flying if every or is_made_of(other, request_id)])
 
     def call_core(self, name: str, **arguments: Any) -> Any:
         """Ask the core between two steps; see `core/control.py` for the names."""
@@ -442,6 +442,7 @@ class Client:
 
     def _forget(self, name: str) -> tuple[Call, Row] | None:
         entry = self._flying.pop(name, None)
+        self._lobby.leave(name)
         if entry is not None:
             self._flying_ids.discard(entry[1].request.id)
         return entry
@@ -450,6 +451,7 @@ class Client:
         flying = list(self._flying.values())
         self._flying.clear()
         self._flying_ids.clear()
+        self._lobby.clear()
         return flying
 
     def _raise_if_ended(self) -> None:
@@ -473,11 +475,15 @@ class Client:
         with self._lock:
             for output in outputs:
                 name = output.request_id
+                if output.finish is not None and self._lobby.takes_back(output, self._flying.get(name)):
+                    continue
                 entry = self._flying.get(name) if output.finish is None else self._forget(name)
                 if entry is not None:
                     call, row = entry
                     arrived.setdefault(call, []).append((row, Arrival(output, seconds, self.weight_version)))
         deliver(arrived)
+        if self._lobby and any(output.finish is not None for output in outputs):
+            self._lobby.tell()
 
     def _died(self, error: BaseException) -> None:
         with self._lock:
@@ -490,9 +496,3 @@ def _sleep(woken: queue.SimpleQueue[None], seconds: float) -> None:
     """Until somebody puts something in, but no longer than that."""
     with contextlib.suppress(queue.Empty):
         woken.get(timeout=seconds)
-
-
-def _is_made_of(other: str, request_id: str) -> bool:
-    if not request_id or not other.startswith(request_id):
-        return False
-    return not other[len(request_id) :][:1].isalnum()

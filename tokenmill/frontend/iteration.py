@@ -159,13 +159,10 @@ class RowRunner:
         if order not in get_args(Order):
             raise InvalidArgument(f"order must be 'completion' or 'input', got {show(order)}")
         size = self.window if window is None else check_whole("window", window, minimum=1, maximum=MAX_WINDOW)
-        queued = self._config.max_queued_requests
         return Flow(
             self._client,
             keeps_order=order == "input",
             window=size,
-            # As many as the queue takes beside those that run; more would be turned away.
-            most_requests=None if queued is None else queued + self._client.facts.max_running_requests,
             has_text=not self._config.skip_tokenizer_init,
             owner=self._owner,
         )
@@ -203,14 +200,10 @@ class Flow:
         *,
         keeps_order: bool,
         window: int,
-        most_requests: int | None,
         has_text: bool,
         owner: object,
     ) -> None:
-        """At most `most_requests` are with the core at once, or those of a single row."""
         self.window = window
-        self._most_requests = most_requests
-        self._num_requests = 0  # that are with the core
         self.num_held = 0  # rows that were added and not handed out
         self._client = client
         self._keeps_order = keeps_order
@@ -220,7 +213,6 @@ class Flow:
         self._closed = False
         self._mail = Mailbox()
         self._turns = Turns(client.core_need)
-        self._waiting: deque[tuple[Call, Slot]] = deque()  # until there is room in the core's queue
         self._running: dict[Call, Slot] = {}
         self._finished: deque[tuple[Call, Slot]] = deque()  # whose results are not made yet
         self._slots: deque[Slot] = deque()  # in the order in which they are handed out
@@ -321,13 +313,8 @@ class Flow:
         if self._closed:
             return
         calls = {call: slot for slot, call in prepared if isinstance(call, Call)}
-        self._waiting += calls.items()
-        try:
-            self._submit()
-        except BaseException:
-            self._waiting = deque(each for each in self._waiting if each[0] not in calls)
-            self._client.drop(*calls)
-            raise
+        if calls:
+            self._submit(calls)
         self.num_held += len(prepared)
         if self._keeps_order:
             self._slots.extend(slot for slot, _ in prepared)
@@ -335,26 +322,13 @@ class Flow:
             if not isinstance(call, Call):
                 self._finish(slot, [call])
 
-    def _submit(self) -> None:
-        """Give the core what its queue has room for. Raises as `start`."""
-        calls: dict[Call, Slot] = {}
-        most, waiting = self._most_requests, self._waiting
-        while waiting:
-            call, slot = waiting[0]
-            if most is not None and self._num_requests and self._num_requests + len(call.rows) > most:
-                break
-            waiting.popleft()
-            calls[call] = slot
-            self._num_requests += len(call.rows)
-        if not calls:
-            return
+    def _submit(self, calls: Mapping[Call, Slot]) -> None:
         self._running |= calls  # first of all, so that `close` cancels what is started
         try:
             self._client.submit_all([*calls])
         except BaseException:
             self._running = {call: slot for call, slot in self._running.items() if call not in calls}
-            self._num_requests -= sum(len(call.rows) for call in calls)
-            self._waiting.extendleft(reversed(calls.items()))
+            self._client.drop(*calls)
             raise
         if self._closed:  # by another thread, which may have cancelled them before they were there
             self._client.drop(*calls)
@@ -387,14 +361,12 @@ class Flow:
                 make_shown(call.shown, call.shape, self._turns)
             if not call.num_unfinished and (slot := self._running.pop(call, None)) is not None:
                 self._finished.append((call, slot))
-                self._num_requests -= len(call.rows)
             self._turns.give_way()
-        if self._waiting:
-            try:
-                self._submit()
-            except (EngineDead, EngineClosed, WrongState):
-                if not self.has_ready:  # what has finished goes first
-                    raise
+        try:
+            self._client.let_in()  # after the mailbox knows whom to wake when there is room
+        except (EngineDead, EngineClosed, WrongState):
+            if not self.has_ready:  # what has finished goes first
+                raise
         return bool(arrived)
 
     def pop(self, most: int) -> list[Finished]:
@@ -430,11 +402,10 @@ class Flow:
         """Cancel what runs, and forget the rest; who waits sees the end. Idempotent."""
         self._closed = True
         self._mail.close()
-        running, self._running = {**self._running, **dict(self._waiting)}, {}
+        running, self._running = self._running, {}
         # New ones, for another thread may be at the old ones; not by the name of their class, which is gone
         # when Python ends and this is called last of all.
-        self._waiting, self._finished = type(self._waiting)(), type(self._finished)()
-        self._slots = type(self._slots)()
+        self._finished, self._slots = type(self._finished)(), type(self._slots)()
         self.num_held = 0
         if running:
             self._client.let_go(*running)

@@ -90,6 +90,10 @@ class Row:
         self.weight_version: str | None = None  # when the core last said something
         self.submitted_seconds = time.perf_counter()
 
+    def to_core(self) -> Request:
+        """The request as the core gets it, under the name by which it knows the row."""
+        return self.request.copy(id=self.name, seed=self.request.seed)
+
     def take(self, arrival: Arrival) -> Piece:
         """Take an Output in; `finish` is set if it was the last, or completed a stop string."""
         output = arrival.output

@@ -33,6 +33,13 @@ def request_ids(rid: Any, count: int, *, single: bool, n: int, faults: Faults = 
     return ids
 
 
+def is_made_of(other: str, request_id: str) -> bool:
+    """Whether an id is this one, or was made of it: `job_0` and `job-a` of `job`, but not `jobs`."""
+    if not request_id or not other.startswith(request_id):
+        return False
+    return not other[len(request_id) :][:1].isalnum()
+
+
 def _listed_ids(rid: Sequence[Any], count: int, *, single: bool, faults: Faults) -> list[str]:
     if single or len(rid) != count:
         wanted = "a single one; give one string" if single else f"{count}; give one for each prompt"
