@@ -181,6 +181,21 @@ def test_what_an_item_says_goes_before_what_holds_for_all(engine: sgl.Engine) ->
     assert [result["text"] for result in again] == ["user", "hi!"]
 
 
+def test_an_object_for_all_items_is_complete(cores: list[Any], byte_folder: Path) -> None:
+    preferred = {"max_new_tokens": 3, "stop": "c"}
+    with sgl.Engine(model_path=str(byte_folder), preferred_sampling_params=preferred) as engine:
+        for own, text in [({}, "abcdef"), ({"top_p": 0.5}, "abcdef"), ({"max_new_tokens": 5}, "abcde")]:
+            items = [{"prompt": "abcdef", "sampling_params": own}]
+            [result] = engine.iter(items, sgl.SamplingParams(temperature=0))
+            assert result["text"] == text
+        # What an object leaves at 128 nobody has asked for: it is shortened where it does not fit.
+        long = {"input_ids": [97] * 99_990, "sampling_params": {"top_p": 0.5, "ignore_eos": True}}
+        [result] = engine.iter([long], sgl.SamplingParams(temperature=0))
+        assert len(result["output_ids"]) == 10
+        [result] = engine.iter([long], {"max_new_tokens": 128})
+        assert result["error"]["type"] == "too_long"
+
+
 def test_parameters_made_anew_for_each_item_are_its_own(engine: sgl.Engine) -> None:
     """Also where what one item's were made of is gone when the next one's are made."""
 

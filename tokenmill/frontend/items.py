@@ -164,6 +164,8 @@ class ItemReader:
         if key not in common.known:
             is_partial = isinstance(params, Mapping)
             read = self._reader.settings({**common.params, **params} if is_partial else params)
+            if is_partial and "max_new_tokens" not in params:
+                read = dataclasses.replace(read, is_length_explicit=common.settings.is_length_explicit)
             common.known[key] = read, (params, list(params.values()) if is_partial else None)
         return common.known[key][0]
 
@@ -226,12 +228,10 @@ def _guarded(turns: Turns, read: Callable[..., Read], *arguments: Any) -> Read |
 
 
 def _written(value: Any, params: SamplingParams) -> Mapping[str, Any]:
-    """Sampling parameters by name, as they were written; of an object, those that differ from the default."""
+    """Sampling parameters by name, as they were written; of an object all, for it is complete."""
     if value is None or isinstance(value, Mapping):
         return value or {}
-    default = SamplingParams()
-    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    return {name: each for name, each in given.items() if each != getattr(default, name)}
+    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
 
 
 def _check_for_all(options: Mapping[str, Any]) -> None:
