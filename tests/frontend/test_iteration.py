@@ -292,6 +292,27 @@ def test_a_row_fails_alone(engine: sgl.Engine, cores: list[Any], order: Any) -> 
     assert is_clean(engine, cores[0])
 
 
+def test_a_row_that_fails_takes_its_seeds() -> None:
+    params = {"max_new_tokens": 6, "n": 2}
+    bad = [
+        5,
+        "",
+        "word " * 9000,
+        {"promt": "A"},
+        {"prompt": "A", "rid": 5},
+        {"prompt": "A", "priority": "high", "sampling_params": {"n": 2, "top_p": 0.5}},
+        {"prompt": "A", "sampling_params": {"top_p": 7}},
+        {"prompt": 5, "sampling_params": {"n": 3}},  # takes as many as it asks for:
+        {"prompt": "A", "sampling_params": {"n": "many"}},  # three and one are two for each
+    ]
+    with sgl.Engine(model_path="tiny", random_seed=5) as engine:
+        sound = engine.generate([*(["A cat"] * len(bad)), "My name", "x"], params)["output_ids"]
+    with sgl.Engine(model_path="tiny", random_seed=5) as engine:
+        results = list(engine.iter([*bad, "My name", "x"], params, order="input"))
+    assert [result["error"] is None for result in results] == [*([False] * len(bad)), *([True] * 4)]
+    assert [result["output_ids"] for result in results[-4:]] == sound[-4:]
+
+
 def test_a_text_that_the_tokenizer_dislikes_fails_alone(
     engine: sgl.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

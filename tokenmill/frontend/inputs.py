@@ -200,8 +200,20 @@ class InputReader:
             errors={at * n + sample: error for at, error in faults.found.items() for sample in range(n)},
         )
 
+    def seeds(self, given: int | None, n: int) -> list[int]:
+        """The seeds of one prompt's samples; also of one at fault, so that others get the same beside it."""
+        return self._seeds.of([given], n)
+
     def read_row(
-        self, row: IntArray, settings: Settings, asked: RequestOptions, *, place: str, rid: Any, number: int
+        self,
+        row: IntArray,
+        settings: Settings,
+        asked: RequestOptions,
+        *,
+        place: str,
+        rid: Any,
+        number: int,
+        seeds: Sequence[int],
     ) -> tuple[Request, ...]:
         """The requests of one prompt, a sample each, from its tokens and from what was read for it before.
 
@@ -212,7 +224,6 @@ class InputReader:
         count, row = len(row), self._fitted(row, settings, place)
         limit = self._limit(row, settings, place)
         logprobs = logprob_options(asked, len(row), place, count)
-        seeds = self._seeds.of([settings.params.sampling_seed], n)
         requests = []
         for sample in range(n):
             told = without_prompt(logprobs, len(row)) if sample else logprobs
@@ -265,18 +276,22 @@ class InputReader:
         if len(sound) == len(read):
             return sound
         # One number holds for all; where it is at fault it counts as 1.
-        params = SamplingParams(n=sound[0].params.n if sound else max(map(self._n_as_given, given)))
+        params = SamplingParams(n=sound[0].params.n if sound else max(map(self.n_as_given, given)))
         stand_in = Settings(
             params, is_length_explicit=False, stop_ids=(), held_ids=(), report_interval=0, grammar=None
         )
         return [each or stand_in for each in read]
 
-    def _n_as_given(self, value: Any) -> int:
-        """`n` of parameters that are at fault together; 1 if it is at fault itself."""
+    def n_as_given(self, value: Any, *, otherwise: int | None = None) -> int:
+        """`n` of parameters that are at fault together; 1 if it is at fault itself.
+
+        `otherwise` is what holds where they have none; None: what the engine's defaults say.
+        """
         try:
             given = value.get("n") if isinstance(value, Mapping) else getattr(value, "n", None)
             own = {} if given is None else {"n": given}
-            return SamplingParams.from_value(own, defaults=self._defaults).n
+            defaults = self._defaults if otherwise is None else {"n": otherwise}
+            return SamplingParams.from_value(own, defaults=defaults).n
         except Exception:  # an object may fail in any way when it is asked
             return 1
 

@@ -102,7 +102,9 @@ class ItemReader:
         self._tokenize(plain, self._reader.encode)
         self._tokenize([draft for draft in texts if draft.place == "messages"], self._template.encode)
         return [
-            _guarded(turns, self._job, each, number) if isinstance(each, _Draft) else each
+            _guarded(turns, self._job, each, number)
+            if isinstance(each, _Draft)
+            else self._left_out(each, items[number], common)
             for number, each in enumerate(read)
         ]
 
@@ -205,13 +207,29 @@ class ItemReader:
         for draft, row in zip(drafts, plain_rows(rows, self._facts.vocab_size) or rows, strict=True):
             draft.tokens = np.asarray(row, dtype=np.int32)
 
+    def _left_out(self, error: RowError, item: Any, common: _Common) -> RowError:
+        """The error of an item, which takes its seeds: those of rows behind it do not depend on it."""
+        try:
+            params = item.get("sampling_params") if isinstance(item, Mapping) else None
+        except Exception:  # an item may be anything at all
+            params = None
+        self._reader.seeds(None, self._reader.n_as_given(params, otherwise=common.settings.params.n))
+        return error
+
     def _job(self, draft: _Draft, number: int) -> Job | RowError:
-        tokens = draft.tokens
+        tokens, params = draft.tokens, draft.settings.params
+        seeds = self._reader.seeds(params.sampling_seed, params.n)  # whatever is wrong with the row
         if isinstance(tokens, dict):
             return tokens
         row = tokens if draft.text is None else self._reader.check_tokens(tokens, draft.text, draft.place)
         requests = self._reader.read_row(
-            row, draft.settings, draft.asked, place=draft.place, rid=draft.rid, number=number
+            row,
+            draft.settings,
+            draft.asked,
+            place=draft.place,
+            rid=draft.rid,
+            number=number,
+            seeds=seeds,
         )
         return Job(
             requests, single=len(requests) == 1, hidden_states_format=draft.states, returns_errors=True
