@@ -269,6 +269,30 @@ def test_a_long_pile_is_guessed_from_a_sample_in_seconds(llm: sgl.Engine) -> Non
     assert f"guessed from {SAMPLE_ROWS:,}" in str(plan)
 
 
+def test_arguments_for_a_long_pile_are_read_as_for_a_short_one(llm: sgl.Engine) -> None:
+    class Column:
+        """What some libraries hold texts in: no list, but it gives one."""
+
+        def __len__(self) -> int:
+            return 9000
+
+        def tolist(self) -> list[str]:
+            return ["a"] * 9000
+
+    params = {"max_new_tokens": 2}
+    plan = llm.plan(Column(), [params] * 9000, priority=(1,) * 9000, token_ids_logprob=[1, 2, 3])
+    assert (plan.rows, plan.sampled_rows, plan.max_output_tokens) == (9000, SAMPLE_ROWS, 18_000)
+    for count in (SAMPLE_ROWS, 8999):
+        for each in (llm.plan, llm.generate):
+            with pytest.raises(sgl.InvalidArgument, match=f"params has length {count}, .* length 9000"):
+                each(["a"] * 9000, [params] * count)
+            with pytest.raises(sgl.InvalidArgument, match=f"priority has length {count}, .* 9000 prompts"):
+                each(["a"] * 9000, params, priority=[1] * count)
+    ids = np.zeros((9000, 2), np.int32)
+    plan = llm.plan(None, params, ids, return_logprob=True, token_ids_logprob=ids)
+    assert (plan.rows, plan.prompt_tokens) == (9000, 18_000)
+
+
 def test_a_sample_is_made_of_neighbours_from_everywhere() -> None:
     assert sample_of(SAMPLE_ROWS) is None
     chosen = sample_of(100_000)
@@ -300,3 +324,8 @@ def test_rows_that_cannot_run_are_counted_if_they_are_returned(llm: sgl.Engine) 
     assert (plan.rows, plan.requests, plan.invalid_rows, plan.max_output_tokens) == (3, 2, 1, 8)
     plan = llm.plan(prompts, {"max_new_tokens": 3, "n": 2}, on_error="return")
     assert (plan.rows, plan.requests, plan.invalid_rows) == (3, 6, 0)
+    for rows in (["a", 5, "b", None], ["a", 5, "b", None] * 3000):
+        plan = llm.plan(rows, {"max_new_tokens": 3}, on_error="return")
+        assert (plan.rows, plan.requests, plan.invalid_rows) == (len(rows), len(rows) // 2, len(rows) // 2)
+        with pytest.raises(sgl.WrongType, match=r"prompt\[1\] must be a string"):
+            llm.plan(rows)

@@ -19,9 +19,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, reading
 from tokenmill.frontend.client import Client
 from tokenmill.frontend.failures import Faults
-from tokenmill.frontend.inputs import InputReader
+from tokenmill.frontend.inputs import InputReader, Job
 from tokenmill.frontend.prefixes import cached_tokens
-from tokenmill.frontend.prompts import read_prompts
+from tokenmill.frontend.prompts import Prompts, read_prompts
 from tokenmill.frontend.speed import Speed, forecast, measure
 from tokenmill.messages import EngineFacts, LongArray, Request
 from tokenmill.queue_order import (
@@ -114,20 +114,18 @@ class Planner:
             raise InvalidArgument(
                 "session_params: a plan knows no sessions; give it the whole conversation as the prompt"
             )
+        faults = Faults.of(options)
         with reading("input_ids" if prompt is None else "prompt"):
-            prompts = read_prompts(prompt, input_ids, "input_ids")
-        chosen = sample_of(len(prompts)) if not prompts.single else None
-        if chosen is not None:
-            count = len(prompts)
-            if input_ids is not None:
-                input_ids = prompts.id_rows
-            prompt, input_ids = (_picked(each, chosen, count) for each in (prompt, input_ids))
-            sampling_params = _picked(sampling_params, chosen, count)
-            options = {name: _picked(value, chosen, count) for name, value in options.items()}
+            prompts = read_prompts(prompt, input_ids, "input_ids", faults)
+        given = {**options, "sampling_params": sampling_params}
+        chosen = _chosen(prompts, given)
         began = time.perf_counter()
-        job = self._reader.read(
-            prompt, sampling_params, input_ids, options=options, faults=Faults.of(options)
-        )
+        if chosen is None:
+            job = self._reader.read(
+                prompt, sampling_params, input_ids, options=options, faults=Faults.of(options)
+            )
+        else:
+            job = self._read_sample(prompts, given, chosen, faults)
         num_read = len(prompts) if chosen is None else len(chosen)
         num_invalid = len(job.errors) * num_read // max(1, len(job.requests))
         return self.plan_requests(
@@ -137,6 +135,20 @@ class Planner:
             sampled_rows=None if chosen is None else num_read,
             mean_output_tokens=mean_output_tokens,
             reading_seconds=time.perf_counter() - began,
+        )
+
+    def _read_sample(
+        self, prompts: Prompts, given: Mapping[str, Any], chosen: Sequence[int], faults: Faults
+    ) -> Job:
+        """As the reader reads all rows, of which `faults` are known."""
+        options = {name: _picked(value, chosen, len(prompts)) for name, value in given.items()}
+        places = {row: place for place, row in enumerate(chosen) if row in faults.found}
+        return self._reader.read(
+            [prompts.texts[row] for row in chosen] if prompts.texts else None,
+            options.pop("sampling_params"),
+            [prompts.id_rows[row] for row in chosen] if prompts.id_rows else None,
+            options=options,
+            faults=Faults(returned=faults.returned, found={places[row]: faults.found[row] for row in places}),
         )
 
     def plan_requests(
@@ -244,11 +256,28 @@ def sample_of(num_rows: int) -> list[int] | None:
     return [row for start in starts.tolist() for row in range(start, start + SAMPLE_RUN)]
 
 
+def _chosen(prompts: Prompts, given: Mapping[str, Any]) -> list[int] | None:
+    """Which rows to look at; None: all of them, also where an argument may be for another number of rows.
+
+    That is an error as a rule, and found before any row is tokenized.
+    """
+    count = len(prompts)
+    is_odd = any(_is_odd(name, value, count) for name, value in given.items())
+    return None if prompts.single or is_odd else sample_of(count)
+
+
+def _is_odd(name: str, value: Any, count: int) -> bool:
+    """Whether a value is neither one for all rows nor a list with one for each, as far as is easily seen."""
+    has_ids = name == "token_ids_logprob"  # one list of ids for all, or a list for each, and arrays, too
+    if isinstance(value, list | tuple):
+        return len(value) != count and not (has_ids and all(isinstance(each, int) for each in value))
+    return has_ids and value is not None
+
+
 def _picked(value: Any, chosen: Sequence[int], count: int) -> Any:
-    """The chosen items of what has one for each row; anything else as it is."""
-    if value is None or isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
-        return value
-    return [value[row] for row in chosen] if len(value) == count else value
+    """The chosen items of a list with one for each row; anything else as it is."""
+    is_for_rows = isinstance(value, list | tuple) and len(value) == count
+    return [value[row] for row in chosen] if is_for_rows else value
 
 
 def _in_order(requests: Sequence[Request], config: EngineConfig, facts: EngineFacts) -> list[Request]:
