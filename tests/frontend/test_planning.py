@@ -216,6 +216,24 @@ def test_memory_limits_how_many_rows_run_at_once(facts: EngineFacts) -> None:
     assert forecast(STEPS, roomy, prompts=prompts, cached=prompts // 2, outputs=outputs).peak_rows == 64
 
 
+def test_rows_of_one_token_are_there_for_a_step(facts: EngineFacts) -> None:
+    def peaks(prompts: list[int], outputs: list[int], **room: int) -> tuple[int, int]:
+        told = forecast(
+            STEPS,
+            replace(facts, **room),
+            prompts=np.array(prompts),
+            cached=np.zeros(len(prompts), np.int64),
+            outputs=np.array(outputs),
+        )
+        return told.peak_rows, told.peak_tokens
+
+    assert peaks([3] * 5, [1] * 5) == (5, 15)
+    assert peaks([3] * 100, [1] * 100) == (8, 24)
+    assert peaks([40] * 100, [1] * 100, max_step_tokens=128) == (3, 120)
+    assert peaks([3] * 6, [1, 1, 1, 4, 4, 4]) == (6, 18 + 3)
+    assert peaks([3] * 3, [4] * 3) == (3, 9 + 9)
+
+
 def test_seconds_are_near_those_of_the_run(llm: sgl.Engine) -> None:
     """Other programs of the machine come and go: this tells an estimate from a wrong unit, no more."""
     prompts = [f"The capital of country {index} is" for index in range(48)]
@@ -311,6 +329,9 @@ def test_a_plan_can_be_read_by_people_and_programs(llm: sgl.Engine) -> None:
     lines = str(plan).splitlines()
     assert [line.split()[0] for line in lines] == ["rows", "prompt", "output", "time", "memory"]
     assert "24, if none ends early" in lines[2]
+    plan = llm.plan(["a b c"] * 100, {"max_new_tokens": 1})
+    assert plan.running_rows == 8
+    assert plan.peak_tokens == 8 * plan.prompt_tokens // 100
     empty = llm.plan([])
     assert (empty.rows, empty.prompt_tokens, empty.seconds) == (0, 0, pytest.approx(0, abs=0.1))
 

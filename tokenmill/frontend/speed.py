@@ -170,14 +170,8 @@ def forecast(
     computed, steps = prompts - cached, np.maximum(outputs - 1, 0)
     num_rows = _rows_that_fit(facts, computed, steps)
     starts, ends = _play(computed, steps, num_rows, facts.max_step_tokens)
-    order = np.argsort(np.concatenate([ends, starts]), kind="stable")  # who ends makes room first
-    times = np.concatenate([ends, starts])[order]
-    signs = np.concatenate([np.full(len(ends), -1), np.full(len(starts), 1)])[order]
-    rows = np.cumsum(signs)
-    # A running row holds what was computed of its prompt, and one token more with every step.
-    held = np.cumsum(signs * np.concatenate([computed - starts, computed - starts])[order]) + rows * times
-    lengths = np.diff(times)
-    decoding = float(np.sum(lengths * np.where(rows[:-1] > 0, speed.step_seconds(rows[:-1]), 0.0)))
+    times, [rows] = _running(starts, ends, np.ones_like(steps)[None])
+    decoding = float(np.sum(np.diff(times) * np.where(rows[:-1] > 0, speed.step_seconds(rows[:-1]), 0.0)))
     read = float(np.sum(steps * (prompts + steps / 2)))
     seconds = (
         decoding
@@ -185,9 +179,23 @@ def forecast(
         + speed.row_seconds * len(prompts)
         + speed.context_seconds * read
     )
-    grown = held[:-1] + rows[:-1] * lengths  # at the end of each stretch
+    if not steps.all():  # a row without steps that decode is there for the one of its prompt, too
+        starts, ends = _play(computed, np.maximum(steps, 1), num_rows, facts.max_step_tokens)
+    grows = (steps > 0).astype(np.int64)
+    # A row holds what was computed of its prompt, and one token more with every step that decodes.
+    amounts = np.stack([np.ones_like(steps), grows, computed - grows * starts])
+    times, [rows, growing, begun] = _running(starts, ends, amounts)
+    held = begun + growing * times
+    grown = held[:-1] + growing[:-1] * np.diff(times)  # at the end of each stretch
     peak = min(facts.max_total_num_tokens, int(max(grown.max(initial=0), held.max(initial=0))))
     return Forecast(seconds, int(rows.max(initial=0)), max(peak, int(computed.max())))
+
+
+def _running(starts: LongArray, ends: LongArray, amounts: LongArray) -> tuple[LongArray, LongArray]:
+    """When requests start or end, and from then on the sums of amounts [amounts, requests] of what runs."""
+    times = np.concatenate([ends, starts])
+    order = np.argsort(times, kind="stable")  # who ends makes room first
+    return times[order], np.cumsum(np.concatenate([-amounts, amounts], axis=1)[:, order], axis=1)
 
 
 def _rows_that_fit(facts: EngineFacts, computed: LongArray, steps: LongArray) -> int:
