@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from textwrap import dedent
 
 import pytest
 
@@ -70,6 +74,59 @@ def test_the_last_of_overlapping_blocks_turns_it_on_again() -> None:
     leave.set()
     thread.join()
     assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
+@pytest.mark.parametrize("was_on", [True, False])
+def test_a_process_that_is_forked_meanwhile_collects(was_on: bool) -> None:
+    script = """
+        import gc, os, sys, threading
+        from tokenmill.garbage import _holds, uncollected
+
+        if not (was_on := sys.argv[1] == "True"):
+            gc.disable()
+        entered = threading.Event()
+
+        def hold():
+            with uncollected(), _holds._lock:
+                entered.set()
+                threading.Event().wait()
+
+        threading.Thread(target=hold, daemon=True).start()
+        entered.wait()
+        assert not gc.isenabled()
+        if not (child := os.fork()):
+            is_on = [gc.isenabled()]
+            with uncollected():
+                is_on.append(gc.isenabled())
+            is_on.append(gc.isenabled())
+            os._exit(7 if is_on == [was_on, False, was_on] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        os._exit(0)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", dedent(script), str(was_on)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
+def test_a_process_that_is_forked_within_a_block_collects() -> None:
+    script = """
+        import gc, os
+        from tokenmill.garbage import uncollected
+
+        with uncollected():
+            child = os.fork()
+        assert gc.isenabled()
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    command = [sys.executable, "-c", dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_was_imported_is_not_looked_through_by_young_collections() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import time
 
@@ -25,17 +26,26 @@ class _Holds:
 
     def add(self) -> None:
         with self._lock:
-            if self._count == 0:
+            is_first = self._count == 0
+            if is_first:
                 self._was_on = gc.isenabled()
                 self._due = time.monotonic() + _COLLECTION_SECONDS
+            self._count += 1  # before it is off: a process that is forked between the two knows of it
+            if is_first:
                 gc.disable()
-            self._count += 1
 
     def remove(self) -> None:
         with self._lock:
-            self._count -= 1
-            if self._count == 0 and self._was_on:
+            if self._count == 1 and self._was_on:
                 gc.enable()
+            self._count = max(0, self._count - 1)  # 0 already if the process was forked within the block
+
+    def forget(self) -> None:
+        """In a forked process: the other threads are gone with their blocks, and whoever held the lock."""
+        self._lock = threading.Lock()
+        if self._count and self._was_on:
+            gc.enable()
+        self._count = 0
 
     def collect_if_due(self) -> None:
         if self._was_on and time.monotonic() > self._due:
@@ -44,6 +54,8 @@ class _Holds:
 
 
 _holds = _Holds()
+if hasattr(os, "register_at_fork"):  # else this system forks no processes
+    os.register_at_fork(after_in_child=_holds.forget)
 
 
 class uncollected(contextlib.ContextDecorator):
