@@ -897,15 +897,15 @@ def test_what_a_short_queue_has_no_room_for_waits_outside(
 
 
 def test_rows_of_several_iterations_wait_for_room_in_one_queue() -> None:
-    params = {"max_new_tokens": 6, "ignore_eos": True}
+    params = {"max_new_tokens": 4, "ignore_eos": True}
     errors: list[Any] = []
     with sgl.Engine(model_path="tiny", max_running_requests=2, max_queued_requests=3) as engine:
 
         def iterate(n: int) -> None:
-            errors.extend(result["error"] for result in engine.iter(["a"] * 30, {**params, "n": n}))
+            errors.extend(result["error"] for result in engine.iter(["a"] * 10, {**params, "n": n}))
 
         async def in_a_loop() -> None:
-            errors.extend(r["error"] for r in await collected(engine.iter(["a"] * 30, params)))
+            errors.extend(r["error"] for r in await collected(engine.iter(["a"] * 10, params)))
 
         threads = [threading.Thread(target=iterate, args=(n,)) for n in (1, 2, 7)]
         threads.append(threading.Thread(target=lambda: asyncio.run(in_a_loop())))
@@ -913,7 +913,7 @@ def test_rows_of_several_iterations_wait_for_room_in_one_queue() -> None:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             engine.generate(["b"] * 6, params, on_error="return")  # takes what room there is, and more
-        assert errors == [None] * (30 * (1 + 2 + 7 + 1))
+        assert errors == [None] * (10 * (1 + 2 + 7 + 1))
         pairs = zip(engine.iter(["a"] * 9, params), engine.iter(["b"] * 9, params), strict=True)
         assert [(one["error"], other["error"]) for one, other in pairs] == [(None, None)] * 9
 
