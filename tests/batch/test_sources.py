@@ -283,6 +283,45 @@ def test_quotes_that_nothing_closes_are_told_soon(tmp_path: Path) -> None:
     assert all("a quote is opened that nothing closes" in message_of(row) for row in rows)
 
 
+@pytest.mark.parametrize("limit", [None, 100])
+def test_a_stray_quote_costs_its_row_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """Another one, 1,490 rows on, would close it; also where the rows between are too long for one."""
+    if limit is not None:
+        for module in (text_lines, csv_rows):
+            monkeypatch.setattr(module, "MAX_ROW_BYTES", limit)
+    rows = [f"{number},Tell me {number}" for number in range(2000)]
+    rows[10], rows[1500] = '10,"Tell me', '1500,"Tell, me"'
+    records = list(open_source(written(tmp_path, "in.csv", "\n".join(["id,prompt", *rows]))))
+    assert [record.index for record in records] == list(range(2000))
+    assert [record.index for record in records if record.error is not None] == [10]
+    assert message_of(records[10]).startswith("line 12: a quote is opened that nothing closes")
+    assert records[11].fields == {"id": "11", "prompt": "Tell me 11"}
+    assert records[1500].fields == {"id": "1500", "prompt": "Tell, me"}
+
+
+def test_stray_quotes_far_from_their_end_are_told_soon(tmp_path: Path) -> None:
+    """Each meets the fault in the last line; looking for it 50,000 times would take minutes."""
+    content = "a,b,c\n" + 'x",b,"\n' * 50_000 + 'x"y,b,c\n'
+    *bad, last = open_source(written(tmp_path, "in.csv", content))
+    assert len(bad) == 50_000
+    assert all("a quote is opened that nothing closes" in message_of(row) for row in bad)
+    assert last.fields == {"a": 'x"y', "b": "b", "c": "c"}
+
+
+def test_a_field_of_many_lines_takes_little_memory(tmp_path: Path) -> None:
+    """A list of its lines took 70 times its size."""
+    field = "x\n" * 500_000
+    source = open_source(written(tmp_path, "in.csv", f'prompt\n"{field}"\n'))
+    tracemalloc.start()
+    try:
+        assert fields_of(source) == [{"prompt": field}]
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(field)
+    finally:
+        tracemalloc.stop()
+
+
 def test_line_ends_in_a_name_of_a_header(tmp_path: Path) -> None:
     assert open_source(written(tmp_path, "in.csv", 'x,"a\r\nb"\r\n1,2\r\n')).columns == ("x", "a\r\nb")
 

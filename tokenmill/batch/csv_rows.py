@@ -8,7 +8,8 @@ in it on text.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Iterable, Iterator
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tokenmill.batch.input_record import MAX_ROW_BYTES, Record, decoded, faulty,
 from tokenmill.batch.text_lines import DamagedFile, check_encoding, read_lines, too_long
 from tokenmill.errors import InvalidArgument
 from tokenmill.sampling_params import brief
+
+_LINE_ENDS = (b"\n", b"\r\n", b"\r", b"")
 
 
 class CsvRows:
@@ -125,56 +128,84 @@ def _closing_quote(text: str, start: int) -> int:
     while end >= 0 and text.startswith('""', end):
         end = text.find('"', end + 2)
     if end < 0:
-        raise ValueError("a quote is opened that nothing closes up to the end of the file; close it")
+        raise ValueError("a quote is opened that nothing closes at the end of a field; close it")
     return end
 
 
 def _logical_rows(path: Path, delimiter: bytes) -> Iterator[tuple[int, bytes | None]]:
     """First line's number and bytes of each row that is not blank; None for a row beyond the limit.
 
-    A quote that nothing closes would take all lines behind it into its row: that row is its first line, and
-    what follows is read as if it were closed there.
+    A quote that nothing closes at the end of a field would take the lines behind it into its row: that row is
+    its first line, and what follows is read as if it were closed there.
     """
-    unclosed = yield from _closed_rows(path, delimiter)
-    if unclosed is None:
-        return
-    # No line behind it closes a quote that is open where it begins. So none of them goes on in the next one.
-    for number, line in islice(read_lines(path), unclosed - 1, None):
-        if line is None or line.strip(b"\r\n"):
-            yield number, line
-
-
-def _closed_rows(path: Path, delimiter: bytes) -> Generator[tuple[int, bytes | None], None, int | None]:
-    """The rows up to one whose quote nothing closes; returns the number of its first line."""
-    parts: list[bytes] = []
-    first, size, is_quoted = 0, 0, False
+    row: _OpenRow | None = None
     for number, line in read_lines(path):
-        if not is_quoted:
-            if line is not None and not line.strip(b"\r\n"):
-                continue
-            parts, first, size = [], number, 0
         if line is None:  # nobody looked for quotes in it; the next line begins a row
-            is_quoted = False
-            yield first, None
+            yield number if row is None else row.first, None
+            row = None
             continue
-        is_quoted = _ends_quoted(line, delimiter, is_quoted)
-        size += len(line)
-        if size <= MAX_ROW_BYTES:
-            parts.append(line)
-        if not is_quoted:
-            yield first, b"".join(parts) if size <= MAX_ROW_BYTES else None
-    return first if is_quoted else None
+        is_open = _is_open_behind(line, delimiter, row is not None)
+        if is_open is None and row is not None:
+            yield from row.lines(path, number)
+            row, is_open = None, _is_open_behind(line, delimiter, False)
+        if row is None and not is_open:
+            if line.strip(b"\r\n"):
+                yield number, line
+            continue
+        row = row or _OpenRow(number)
+        row.add(line)
+        if not is_open:
+            yield row.first, row.text()
+            row = None
+    if row is not None:
+        yield from row.lines(path)
 
 
-def _ends_quoted(line: bytes, delimiter: bytes, is_quoted: bool) -> bool:
-    """Whether a quoted field is open at the end of a line, given whether one was at its beginning."""
+class _OpenRow:
+    """A row of several lines, as far as it is read; of one beyond the limit only where it began."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._size = 0
+        self._text = bytearray()
+
+    def add(self, line: bytes) -> None:
+        self._size += len(line)
+        if self._size <= MAX_ROW_BYTES:
+            self._text += line
+        else:
+            self._text = bytearray()
+
+    def text(self) -> bytes | None:
+        return bytes(self._text) if self._size <= MAX_ROW_BYTES else None
+
+    def lines(self, path: Path, end: int | None = None) -> Iterator[tuple[int, bytes | None]]:
+        """Its lines, each as a row, up to the line with number `end`: the first one with a fault, or no other.
+
+        Whichever of them opens a quote meets the same end, so that none of them goes on in the next one.
+        """
+        lines: Iterable[tuple[int, bytes | None]] = enumerate(BytesIO(self._text), self.first)
+        if self._size > MAX_ROW_BYTES:
+            lines = islice(read_lines(path), self.first - 1, None if end is None else end - 1)
+        return ((number, line) for number, line in lines if line is None or line.strip(b"\r\n"))
+
+
+def _is_open_behind(line: bytes, delimiter: bytes, is_open: bool) -> bool | None:
+    """Whether a quoted field is open at the end of a line, given whether one was at its beginning.
+
+    None if a field goes on behind its closing quote.
+    """
     position = 0
     while True:
         place = line.find(b'"', position)
         if place < 0:
-            return is_quoted
+            return is_open
         position = place + 1
-        if is_quoted and line.startswith(b'"', position):
+        if is_open and line.startswith(b'"', position):
             position += 1  # a quote inside of the field
-        elif is_quoted or place == 0 or line[place - 1 : place] == delimiter:
-            is_quoted = not is_quoted
+        elif is_open:
+            if not line.startswith(delimiter, position) and line[position : position + 3] not in _LINE_ENDS:
+                return None
+            is_open = False
+        elif place == 0 or line[place - 1 : place] == delimiter:
+            is_open = True
