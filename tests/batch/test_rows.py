@@ -260,6 +260,9 @@ def test_a_template_makes_one_text_of_columns(tmp_path: Path) -> None:
         ("{{ '{}'.format(counts.items) }}", "'items', which is no data"),
         ("{{ '{0.__class__}'.format(name) }}", "SecurityError"),
         ("{{ self }}", "'TemplateReference', which is no data"),
+        # What is not there has no text, whoever writes it.
+        ("{{ nobody | pprint }}", "'nobody' is undefined"),
+        ("{{ counts.get('x') }}", "it writes a null, which has no text"),
     ],
 )
 def test_what_a_template_cannot_do_is_the_error_of_a_row(template: str, told: str) -> None:
@@ -286,6 +289,38 @@ def test_a_faulty_template_is_told_at_once(template: str, told: str) -> None:
         ColumnRows(RowForm(template=template), FakeSource())
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("In {{ country }}", "the template needs what the row has not: 'country' is null"),
+        ("{{ 'In ' ~ country }}", "'country' is null"),
+        ("{{ country | upper }}", "'country' is null"),
+        ("{{ country | pprint }}", "'country' is null"),
+        ("{{ row['country'] }}", "'country' is null"),
+        ("{{ meta.author }}", "'author' is null"),
+        ("{% for tag in tags %}{{ tag }}{% endfor %}", "it writes a null, which has no text"),
+    ],
+)
+def test_a_null_has_no_text(template: str, told: str) -> None:
+    """It was the word None, in the midst of the prompt."""
+    message = fault({"country": None, "meta": {"author": None}, "tags": [None]}, template=template)
+    assert told in message
+    assert "Did you mean" not in message
+
+
+def test_a_template_may_ask_for_a_null() -> None:
+    fields = {"country": None, "meta": {"author": None}}
+    for template, text in (
+        ("{{ country | default('?') }}{{ meta.author | default('-') }}", "?-"),
+        ("{% if country is defined %}a{% elif country is none %}b{% endif %}", "b"),
+        ("{{ 'a' if country else 'b' }}{{ country or 'c' }}", "bc"),
+        ("{{ country == none }}{{ country != 'France' }}{{ country in ['France'] }}", "TrueTrueFalse"),
+        ("{{ country | tojson }}{{ meta | tojson }}", 'null{"author": null}'),
+        ("{{ {'in': [country]} | tojson }}", '{"in": [null]}'),
+    ):
+        assert rendered(template, fields) == text
+
+
 def test_methods_of_data_can_be_called() -> None:
     fields = {"name": "Ada", "counts": {"a": 1, "b": 2}, "rows": [{"g": 1, "x": "p"}, {"g": 1, "x": "q"}]}
     for template, text in (
@@ -299,7 +334,7 @@ def test_methods_of_data_can_be_called() -> None:
         ("{{ (rows | groupby('g'))[0] }}", "(1, [{'g': 1, 'x': 'p'}, {'g': 1, 'x': 'q'}])"),
         ("{% macro m(x) %}<{{ x }}>{{ caller() }}{% endmacro %}{% call m(name) %}!{% endcall %}", "<Ada>!"),
         ("{% set n = namespace(x=1) %}{{ n.x }}{{ counts.values() | sum }}{{ rows | length }}", "132"),
-        ("{{ nobody | default('-') }}{{ counts.get('c', 0) }}{{ counts['a'] }}{{ none }}", "-01None"),
+        ("{{ nobody | default('-') }}{{ counts.get('c', 0) }}{{ counts['a'] }}", "-01"),
     ):
         assert rendered(template, fields) == text
 

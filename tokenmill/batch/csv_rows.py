@@ -180,7 +180,7 @@ class _OpenRow:
         return bytes(self._text) if self._size <= MAX_ROW_BYTES else None
 
     def lines(self, path: Path, end: int | None = None) -> Iterator[tuple[int, bytes | None]]:
-        """Its lines, each as a row, up to the line with number `end`: the first one with a fault, or no other.
+        """Its lines, each as a row, up to the line `end`, which has the fault; without it, all to the end.
 
         Whichever of them opens a quote meets the same end, so that none of them goes on in the next one.
         """

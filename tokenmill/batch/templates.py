@@ -29,9 +29,6 @@ class RowTemplate:
         from jinja2 import TemplateSyntaxError
 
         self._environment: Any = _new_environment()
-        self._environment.filters["tojson"] = _to_json
-        # The same row is to have the same prompt whenever it is read.
-        del self._environment.filters["random"], self._environment.globals["lipsum"]
         self.text = _source(template)
         try:
             self._template = self._environment.from_string(self.text)
@@ -56,11 +53,12 @@ class RowTemplate:
         from jinja2 import UndefinedError
 
         try:
-            text: str = self._template.render({_WHOLE_ROW: fields, **fields})
+            columns = {name: self._environment.given(name, value) for name, value in fields.items()}
+            text: str = self._template.render({_WHOLE_ROW: fields, **columns})
             return text
         except UndefinedError as error:
             name = str(error.message).split("'")[1] if "'" in str(error.message) else ""
-            hint = did_you_mean(name, fields)
+            hint = "" if name in fields else did_you_mean(name, fields)
             raise InvalidArgument(
                 f"the template needs what the row has not: {error.message}.{hint}"
             ) from None
@@ -113,22 +111,66 @@ def _new_environment() -> Any:
     from jinja2 import StrictUndefined, Undefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def guarded(value: Any) -> Any:
-        # The sandbox has to recognise the methods that format a text.
-        is_method = callable(value) and not isinstance(value, Undefined)
-        return _Method(value) if is_method and not _formats_text(value) else value
+    fail = Undefined._fail_with_undefined_error
+
+    class Missing(StrictUndefined):
+        __slots__ = ()
+        __repr__ = fail  # what `pprint` and `%r` write
+
+    class Null(Undefined):
+        """A null has no text, like what is missing; a condition may ask for it as for None."""
+
+        __slots__ = ()
+        __hash__ = Undefined.__hash__
+        __str__ = __repr__ = __iter__ = __len__ = __contains__ = fail
+
+        def __eq__(self, other: object) -> bool:
+            return is_null(other)
+
+        @property
+        def _undefined_message(self) -> str:
+            return f"{self._undefined_name!r} is null"
+
+    def is_null(value: object) -> bool:
+        return value is None or isinstance(value, Null)
 
     class Environment(ImmutableSandboxedEnvironment):
+        def given(self, name: Any, value: Any) -> Any:
+            """What a template sees of a value that is there under a name."""
+            if value is None:
+                return Null(name=name)
+            # The sandbox has to recognise the methods that format a text.
+            is_method = callable(value) and not isinstance(value, Undefined)
+            return _Method(value) if is_method and not _formats_text(value) else value
+
         def getattr(self, obj: Any, attribute: str) -> Any:
-            return guarded(super().getattr(obj, attribute))
+            return self.given(attribute, super().getattr(obj, attribute))
 
         def getitem(self, obj: Any, argument: Any) -> Any:
-            return guarded(super().getitem(obj, argument))
+            return self.given(argument, super().getitem(obj, argument))
 
     def written(value: Any) -> Any:
+        if value is None:
+            raise InvalidArgument("it writes a null, which has no text")
         return value if isinstance(value, Undefined) else _data(value)
 
-    return Environment(undefined=StrictUndefined, finalize=written)
+    def plain(value: Any) -> Any:
+        """The value with None for nulls, at every depth."""
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if is_null(value) else value
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return _to_json(plain(value), indent)
+
+    environment = Environment(undefined=Missing, finalize=written)
+    environment.filters["tojson"] = to_json
+    environment.tests["none"] = is_null
+    # The same row is to have the same prompt whenever it is read.
+    del environment.filters["random"], environment.globals["lipsum"]
+    return environment
 
 
 class _Method:
