@@ -503,6 +503,47 @@ def test_an_output_that_somebody_shortens_stops_the_job(
     assert len((tmp_path / output).read_text().splitlines()) == (3 if output == "out.jsonl" else 4)
 
 
+@pytest.mark.parametrize(
+    ("output", "is_again", "replaced"),
+    [
+        ("out.jsonl", False, False),
+        ("out.jsonl", False, True),
+        ("out.jsonl", True, False),
+        ("out.jsonl", True, True),
+        ("out.csv", False, True),
+        ("out.csv", True, False),
+        ("out.csv", True, True),
+    ],
+)
+def test_a_file_that_somebody_puts_in_the_place_of_an_output_stays(
+    do: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    output: str,
+    is_again: bool,
+    replaced: bool,
+) -> None:
+    """The job ended as if nothing had been, and the file was gone."""
+    plain, path, rows = Work.run, tmp_path / output, capitals(3)
+    if is_again:
+        do(rows, output)
+        rows = rows[:2]  # of which the output becomes no larger: what is there stays until the end
+
+    def run(work: Work) -> None:
+        plain(work)
+        while work._output.num_waiting_bytes:
+            time.sleep(0.01)
+        path.unlink(missing_ok=True)
+        if replaced:
+            path.write_text("of somebody else")
+
+    monkeypatch.setattr(Work, "run", run)
+    with pytest.raises(JobStopped, match=rf"the output '.*{output}' was changed by .* removed or replaced"):
+        do(rows, output)
+    assert path.exists() == replaced
+    assert not replaced or path.read_text() == "of somebody else"
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_journal_that_somebody_removes_stops_the_job(
     do: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool

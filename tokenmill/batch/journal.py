@@ -130,7 +130,7 @@ class Journal:
         """Bring to the disk what was written. Raises `JobStopped`, also if the file is no longer there."""
         with disk_of(self.path):
             _sync(self._file.fileno())
-        if not _is_in_place(self._file, self.path):
+        if not is_in_place(self._file, self.path):
             raise JobStopped(
                 f"the journal {str(self.path)!r} was removed or replaced while the job ran, so that nothing "
                 "that is finished could be found again; put it back, or start anew with overwrite=True "
@@ -261,13 +261,14 @@ def _take_lock(file: BinaryIO, path: Path) -> None:
 
 def _check_in_place(file: BinaryIO, path: Path) -> None:
     """A job that ends before it has done anything takes its journal away, perhaps from under this one."""
-    if not _is_in_place(file, path):
+    if not is_in_place(file, path):
         raise JobStopped(
             f"the journal {str(path)!r} was removed by another job just now; start this one again"
         )
 
 
-def _is_in_place(file: BinaryIO, path: Path) -> bool:
+def is_in_place(file: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still what is at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tokenmill.batch.journal import append, disk_of, sync_folder
+from tokenmill.batch.journal import append, disk_of, is_in_place, sync_folder
 from tokenmill.errors import JobStopped
 
 _ROWS_MORE = 1024  # for which there is room at once
+
+# Device, inode, size and time of writing; None where no file is.
+FileFacts = tuple[int, int, int, int] | None
 
 
 class LineFile:
@@ -39,10 +42,12 @@ class LineFile:
         self.path = path
         self._shown = output or path
         self._working_path = path
+        self._before: FileFacts = None
         self._size_before = 0
         if path.exists():
             with path.open("rb") as before:
                 _take_lock(before, self._shown)  # the job that writes it has it until its end
+            self._before = facts_of(path)
             self._size_before = path.stat().st_size
             self._working_path = beside(path, "partial")
         self._file = _opened(self._working_path)
@@ -64,6 +69,7 @@ class LineFile:
         """What is there gives way at once; other links to it stay. Before anything is written."""
         if self._working_path != self.path:  # else it has been removed meanwhile
             replace_whole(self.path, lambda empty: empty.touch())
+            self._before = facts_of(self.path)
             self._size_before = 0
 
     def add(self, index: int, line: bytes) -> None:
@@ -106,12 +112,18 @@ class LineFile:
                     yield lines.read(length)
 
     def _check_whole(self) -> None:
-        """Raise if somebody else has made the file shorter or longer: rows would be lost, or torn."""
-        if os.fstat(self._file.fileno()).st_size != self._end:
-            raise JobStopped(
-                f"the output {str(self._shown)!r} was changed by somebody else while the job ran; start the "
-                "same job again: the journal has what was finished"
-            )
+        """Raise if somebody else has made the file shorter or longer: rows would be lost, or torn.
+
+        The same where another file is in its place now, or none: that one is not to be replaced.
+        """
+        if os.fstat(self._file.fileno()).st_size != self._end or not self._is_in_place():
+            raise changed_by_others(self._shown)
+
+    def _is_in_place(self) -> bool:
+        """Whether at the path there is what this job has found or put there."""
+        if self._working_path == self.path:
+            return is_in_place(self._file, self.path)
+        return facts_of(self.path) == self._before
 
     def finish(self) -> None:
         """Put the lines in the order of their rows; all are written. Raises `JobStopped`."""
@@ -127,6 +139,26 @@ class LineFile:
     def _write_ordered(self, target: Path) -> None:
         with target.open("wb") as ordered:
             ordered.writelines(self.in_order())
+        self._check_whole()  # which takes its time for many rows
+
+
+def facts_of(path: Path) -> FileFacts:
+    """What tells a file from another one that has come in its place. Raises `JobStopped`."""
+    with disk_of(path):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            return None
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def changed_by_others(output: Path) -> JobStopped:
+    """What to tell of an output that is no longer what the job has found or made there."""
+    return JobStopped(
+        f"the output {str(output)!r} was changed by somebody else while the job ran, or removed or replaced; "
+        "move away what is there if it is of use, and start the same job again: the journal has what was "
+        "finished"
+    )
 
 
 def replace_whole(path: Path, write: Callable[[Path], None]) -> None:

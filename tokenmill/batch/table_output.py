@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.batch.input_record import Record, Source
-from tokenmill.batch.line_file import LineFile, beside, replace_whole
+from tokenmill.batch.line_file import LineFile, beside, changed_by_others, facts_of, replace_whole
 from tokenmill.batch.outputs import Result, RowOutput
 from tokenmill.batch.tables import check_writable, write_table
 from tokenmill.errors import JobStopped
@@ -27,6 +27,7 @@ class TableOutput:
         self._source = source
         self._format = format
         self._source_before = source.fingerprint()
+        self._before = facts_of(path)
         self.lines_path = beside(path, "rows")
 
     def line(self, record: Record, results: Sequence[Result]) -> tuple[bytes | None, bytes | None]:
@@ -36,7 +37,8 @@ class TableOutput:
     def write(self, lines: LineFile) -> None:
         """Make the table; `lines` has one line for each record.
 
-        Raises `JobStopped`, also where the records are no longer those that the lines were made of.
+        Raises `JobStopped`, also where the records are no longer those that the lines were made of, or the
+        output is no longer the file that was there.
         """
 
         def rows() -> Iterator[dict[str, Any]]:
@@ -50,6 +52,8 @@ class TableOutput:
                 self._check_source()  # which explains whatever went wrong
                 raise
             self._check_source()
+            if facts_of(self._path) != self._before:
+                raise changed_by_others(self._path)
 
         replace_whole(self._path, write)
         lines.close()
