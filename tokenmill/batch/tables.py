@@ -151,12 +151,28 @@ def _found_type(pyarrow: Any, values: list[Any]) -> Any:
     Raises TypeError for truth values among numbers, which pyarrow would take for numbers.
     """
     try:
-        found = pyarrow.array(values).type
+        found = _array(pyarrow, values).type
     except OverflowError:
-        found = pyarrow.array(_within_signed(values)).type
+        found = _array(pyarrow, _within_signed(values)).type
     if _have_truth_as_number(values, found):
         raise TypeError("numbers and truth values have no type in common")
     return found
+
+
+def _array(pyarrow: Any, values: list[Any], type: Any = None) -> Any:
+    """The values as an array; half a surrogate pair, which UTF-8 has not, by its number, as in CSV."""
+    try:
+        return pyarrow.array(values, type)
+    except UnicodeEncodeError:
+        return pyarrow.array(_in_utf8(values), type)
+
+
+def _in_utf8(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {name: _in_utf8(item) for name, item in value.items()}
+    return [_in_utf8(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _have_truth_as_number(values: Iterable[Any], kind: Any) -> bool:
@@ -219,7 +235,7 @@ def _storable(pyarrow: Any, type: Any) -> Any:
 def _column(pyarrow: Any, chunk: list[Row], name: str, type: Any) -> Any:
     values = [row.get(name) for row in chunk]
     if type is not None:
-        return pyarrow.array(values, type)
+        return _array(pyarrow, values, type)
     texts = [None if value is None else json_bytes(value).decode() for value in values]
     return pyarrow.array(texts, pyarrow.string())
 
