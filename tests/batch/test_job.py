@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from tests.batch.row_files import SHORT, Rows, capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
 from tokenmill.batch import command
 from tokenmill.batch.engine_facts import engine_facts
+from tokenmill.batch.job import BatchJob
 from tokenmill.batch.journal import Journal
 from tokenmill.batch.line_file import LineFile
 from tokenmill.batch.sources import open_source
@@ -387,6 +389,22 @@ def test_a_name_is_made_where_none_is_given(tmp_path: Path, tiny_engine: Engine)
     summary = batch.run(source, engine=tiny_engine, sampling_params=SHORT)
     assert summary["job"]["output"] == str(tmp_path / "in.out.jsonl")
     assert len(read(tmp_path / "in.out.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("in.csv", "in.out.csv"),
+        ("in.csv.gz", "in.out.csv"),
+        ("in.TSV.gz", "in.out.TSV"),
+        ("in.jsonl.gz", "in.out.jsonl"),
+        ("a.b.ndjson", "a.b.out.jsonl"),
+    ],
+)
+def test_the_name_that_is_made_has_the_end_of_the_input(tmp_path: Path, name: str, made: str) -> None:
+    text = b"prompt\nHi\n" if "sv" in name.lower() else b'{"prompt": "Hi"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    assert BatchJob(tmp_path / name).files.output == tmp_path / made
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────

@@ -244,11 +244,11 @@ def _is_report(path: Path) -> bool:
 
 
 def _beside_input(source: Path) -> Path:
-    """`in.jsonl` gives `in.out.jsonl`."""
+    """`in.csv` gives `in.out.csv`, and so does `in.csv.gz`; what is no file of columns gives a `.jsonl`."""
     source = source if source.name else source.resolve()  # "."
-    suffix = source.suffix if source.suffix.lower() in TABLES else ".jsonl"
-    name = source.stem if is_gzip(source) else source.name
-    return source.with_name(f"{Path(name).stem}.out{suffix}")
+    plain = source.with_suffix("") if is_gzip(source) else source
+    suffix = plain.suffix if plain.suffix.lower() in TABLES else ".jsonl"
+    return plain.with_name(f"{plain.stem}.out{suffix}")
 
 
 def _check_writable(name: str, path: Path) -> None:
