@@ -17,7 +17,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.sampling_params import SamplingParams
 
 # Fields that make no sense for our command: it prints text, and prints it piece by piece itself.
-_NO_COMMAND_FLAG = {
+NO_COMMAND_FLAG = {
     "skip_tokenizer_init",
     "cumulative_stream",
     "preferred_sampling_params",
@@ -25,13 +25,20 @@ _NO_COMMAND_FLAG = {
 }
 # The engine's flag of the same name serves both; there are no logit processors here to read the others.
 _NO_SAMPLING_FLAG = {"stream_interval", "custom_params"}
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, without: Iterable[str] = _NO_COMMAND_FLAG) -> None:
-    """The arguments of `Engine`, as `engine.<name>` in the options."""
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    without: Iterable[str] = NO_COMMAND_FLAG,
+    helps: Mapping[str, str] = _NOTHING,
+) -> None:
+    """The arguments of `Engine`, as `engine.<name>` in the options; `helps` as in `add_flags`."""
     group = parser.add_argument_group("engine")
     # Not argparse's choices: the words of SGLang for them are taken, too.
-    add_flags(group, EngineConfig, "engine", without=without, names={"model_path": ("--model",)})
+    names = {"model_path": ("--model",)}
+    add_flags(group, EngineConfig, "engine", without=without, names=names, helps=helps)
 
 
 def add_hidden_engine_flags(
@@ -64,9 +71,13 @@ def add_flags(
     prefix: str,
     *,
     without: Iterable[str],
-    names: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
+    names: Mapping[str, tuple[str, ...]] = _NOTHING,
+    helps: Mapping[str, str] = _NOTHING,
 ) -> None:
-    """A flag for each field; what the user does not give stays absent from the options."""
+    """A flag for each field; what the user does not give stays absent from the options.
+
+    `helps` stands in place of the help of fields whose default is another one for the command.
+    """
     hints = typing.get_type_hints(described)
     for field in dataclasses.fields(described):
         if field.name in without:
@@ -76,7 +87,7 @@ def add_flags(
             *flags,
             dest=f"{prefix}.{field.name}",
             default=argparse.SUPPRESS,
-            help=field.metadata["help"].replace("%", "%%") + _default_text(field),
+            help=helps.get(field.name, field.metadata["help"] + _default_text(field)).replace("%", "%%"),
             **_parsing(
                 field.name,
                 hints[field.name],

@@ -410,6 +410,21 @@ def test_the_name_that_is_made_has_the_end_of_the_input(tmp_path: Path, name: st
 # ── the command ───────────────────────────────────────────────────────────────────────────────
 
 
+def test_help_tells_what_holds_for_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["batch", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--stream-interval" not in shown
+    assert "--random-seed" not in shown
+    assert "longest outputs first" not in shown
+    assert "order of waiting requests (default: lpm, those with the same beginning together" in shown
+    assert "instead of a thread (default: on)" in shown
+    assert "'tokenmill' logger (default: error, but info for how far the job is)" in shown
+    source = write(tmp_path / "in.jsonl", capitals(1))
+    assert main(["batch", str(source), "--random-seed", "3"]) == 2
+    assert "give seed (--seed)" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_summary_and_tells_of_errors_by_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,14 @@ from typing import Any
 
 from tokenmill import logs
 from tokenmill.batch.config import JobConfig
-from tokenmill.flags import add_engine_flags, add_flags, add_sampling_flags, given
+from tokenmill.flags import (
+    NO_COMMAND_FLAG,
+    add_engine_flags,
+    add_flags,
+    add_hidden_engine_flags,
+    add_sampling_flags,
+    given,
+)
 
 EXIT_OK = 0
 EXIT_SOME_FAILED = 3  # every row has its line, some of them an error
@@ -24,6 +31,15 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_TERMINATED = 143  # as a shell reports SIGTERM
 
 _NO_FLAG = {"sampling_params", "options"}
+# A job streams nothing, and gives its rows their seeds: whoever gives the second is told of --seed.
+_NO_ENGINE_FLAG = {*NO_COMMAND_FLAG, "stream_interval", "random_seed"}
+# What is otherwise for a job than for an engine.
+_ENGINE_HELPS = {
+    "core_process": "run the core in a process of its own instead of a thread (default: on)",
+    "schedule_policy": "order of waiting requests (default: lpm, those with the same beginning together; "
+    "with priorities fcfs)",
+    "log_level": "level of the 'tokenmill' logger (default: error, but info for how far the job is)",
+}
 # Too long for a line to be read; the report shows them.
 _NOT_PRINTED = {"timeline", "latency_seconds", "prompt_length", "output_length"}
 
@@ -45,7 +61,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--plan", action="store_true", help="tell what the job will take, and run nothing")
     add_flags(parser.add_argument_group("job"), JobConfig, "job", without=_NO_FLAG)
     add_sampling_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, without=_NO_ENGINE_FLAG, helps=_ENGINE_HELPS)
+    add_hidden_engine_flags(parser, {"random_seed": (0,)}, lists=())
     parser.set_defaults(command=run_command)
 
 
