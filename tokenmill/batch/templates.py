@@ -1,20 +1,18 @@
 """Prompts made of several columns by a Jinja template, rendered in Jinja's sandbox.
 
-A fault of the template itself is told at once, a column that one row lacks is told of that row. Jinja comes
-with torch and is imported when the first template is read.
+A fault of the template itself is told at once, a column that one row lacks is told of that row. What may be
+written is `sandbox.py`'s matter. Jinja comes with torch and is imported when the first template is read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenmill.batch.json_text import json_bytes
 from tokenmill.errors import InvalidArgument, did_you_mean, told
-from tokenmill.sampling_params import brief, check_text, show
+from tokenmill.sampling_params import check_text, show
 
 # All columns of the row as a dict, for names that are no identifiers: `{{ row["my column"] }}`.
 _WHOLE_ROW = "row"
@@ -28,7 +26,9 @@ class RowTemplate:
         """`template` is the text of a template or its path; raises `InvalidArgument` for its faults."""
         from jinja2 import TemplateSyntaxError
 
-        self._environment: Any = _new_environment()
+        from tokenmill.batch.sandbox import new_environment
+
+        self._environment = new_environment()
         self.text = _source(template)
         try:
             self._template = self._environment.from_string(self.text)
@@ -104,113 +104,3 @@ def _other_template(tree: Any) -> str | None:
     words = {nodes.Include: "include", nodes.Extends: "extends", nodes.Import: "import"}
     words[nodes.FromImport] = "from"
     return next((words[type(node)] for node in tree.find_all(tuple(words))), None)
-
-
-def _new_environment() -> Any:
-    """Jinja's sandbox, in which nothing but data is written: a method's text would differ from run to run."""
-    from jinja2 import StrictUndefined, Undefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    fail = Undefined._fail_with_undefined_error
-
-    class Missing(StrictUndefined):
-        __slots__ = ()
-        __repr__ = fail  # what `pprint` and `%r` write
-
-    class Null(Undefined):
-        """A null has no text, like what is missing; a condition may ask for it as for None."""
-
-        __slots__ = ()
-        __hash__ = Undefined.__hash__
-        __str__ = __repr__ = __iter__ = __len__ = __contains__ = fail
-
-        def __eq__(self, other: object) -> bool:
-            return is_null(other)
-
-        @property
-        def _undefined_message(self) -> str:
-            return f"{self._undefined_name!r} is null"
-
-    def is_null(value: object) -> bool:
-        return value is None or isinstance(value, Null)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        def given(self, name: Any, value: Any) -> Any:
-            """What a template sees of a value that is there under a name."""
-            if value is None:
-                return Null(name=name)
-            # The sandbox has to recognise the methods that format a text.
-            is_method = callable(value) and not isinstance(value, Undefined)
-            return _Method(value) if is_method and not _formats_text(value) else value
-
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            return self.given(attribute, super().getattr(obj, attribute))
-
-        def getitem(self, obj: Any, argument: Any) -> Any:
-            return self.given(argument, super().getitem(obj, argument))
-
-    def written(value: Any) -> Any:
-        if value is None:
-            raise InvalidArgument("it writes a null, which has no text")
-        return value if isinstance(value, Undefined) else _data(value)
-
-    def plain(value: Any) -> Any:
-        """The value with None for nulls, at every depth."""
-        if isinstance(value, dict):
-            return {name: plain(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
-        return None if is_null(value) else value
-
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return _to_json(plain(value), indent)
-
-    environment = Environment(undefined=Missing, finalize=written)
-    environment.filters["tojson"] = to_json
-    environment.tests["none"] = is_null
-    # The same row is to have the same prompt whenever it is read.
-    del environment.filters["random"], environment.globals["lipsum"]
-    return environment
-
-
-class _Method:
-    """A method of data, which may be called, but has no text."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._method(*arguments, **named)
-
-    def __repr__(self) -> str:
-        raise _no_data(self._method)
-
-
-def _formats_text(value: Any) -> bool:
-    return isinstance(getattr(value, "__self__", None), str) and value.__name__ in ("format", "format_map")
-
-
-def _data(value: Any) -> Any:
-    """The value, if it is data at every depth."""
-    kind = type(value)
-    if isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            _data(item)
-    elif isinstance(value, _Method):
-        repr(value)
-    elif callable(value) or isinstance(value, Iterator) or kind.__module__.startswith("jinja2."):
-        raise _no_data(value)
-    return value
-
-
-def _no_data(value: Any) -> InvalidArgument:
-    name = getattr(value, "__name__", type(value).__name__)
-    return InvalidArgument(
-        f"it writes {brief(name)}, which is no data but a part of a program; a column of such a name is "
-        f"{_WHOLE_ROW}['name'], a key item['name']"
-    )
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as models read it, and as outputs have it: Jinja's own would escape what HTML needs escaped."""
-    return json.dumps(json.loads(json_bytes(_data(value))), ensure_ascii=False, indent=indent)
