@@ -95,6 +95,7 @@ _values = attrgetter(*(each.name for each in fields(Request)))
 
 
 FinishKind = Literal["stop", "length", "repetition", "abort"]
+CANCELLED = "The request was aborted by its caller."
 
 
 @lightly_frozen()

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -916,6 +917,27 @@ def test_rows_of_several_iterations_wait_for_room_in_one_queue() -> None:
         assert errors == [None] * (10 * (1 + 2 + 7 + 1))
         pairs = zip(engine.iter(["a"] * 9, params), engine.iter(["b"] * 9, params), strict=True)
         assert [(one["error"], other["error"]) for one, other in pairs] == [(None, None)] * 9
+
+
+def test_a_row_that_waits_for_room_can_be_aborted() -> None:
+    params = {"max_new_tokens": 400, "ignore_eos": True}
+    with sgl.Engine(model_path="tiny", max_running_requests=1, max_queued_requests=0) as engine:
+        stream = engine.generate("a", params, stream=True)
+        next(stream)
+        engine.pause_generation("in_place")
+        items = [{"prompt": "b", "rid": "first"}, {"prompt": "c", "rid": "second"}]
+        found = engine.iter(items, {"max_new_tokens": 2, "ignore_eos": True})
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(next, found)
+            while not engine._client._lobby:
+                time.sleep(0.001)
+            engine.abort("first")
+            result = taken.result()
+        engine.continue_generation()
+        assert (result["meta_info"]["id"], result["error"]["type"]) == ("first", "aborted")
+        assert result["output_ids"] == []
+        assert len(list(stream)) > 1
+        assert [(each["meta_info"]["id"], len(each["output_ids"])) for each in found] == [("second", 2)]
 
 
 def test_rows_wait_while_another_call_fills_the_queue() -> None:

@@ -22,11 +22,11 @@ from tokenmill.core.plan import SchedulerLimits
 from tokenmill.core.policy import choose_policy, create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.request import RequestState
-from tokenmill.core.scheduler import CANCELLED, Scheduler
+from tokenmill.core.scheduler import Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import EngineFacts, Finish, Grammar, Output, Request, Runner, Sink
+from tokenmill.messages import CANCELLED, EngineFacts, Finish, Grammar, Output, Request, Runner, Sink
 
 # Nothing to do for so long is rest.
 _SECONDS_AWAKE = 0.05

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenmill.core.deadlines import timed_out
-from tokenmill.core.scheduler import CANCELLED
-from tokenmill.messages import Finish, Output, Request
+from tokenmill.messages import CANCELLED, Finish, Output, Request
 
 # Deaths without a new token after which a request is a suspect, and deaths alone after which it fails. Kills
 # mostly come from outside, and may come faster than a long prompt gets its first token; but the system also

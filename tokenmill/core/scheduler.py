@@ -20,9 +20,7 @@ from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Decoding, Phase, RequestState, Rows
 from tokenmill.kvcache import Cache, RowPages
-from tokenmill.messages import Finish, Output, Request, StepPlan, StepResult
-
-CANCELLED = "The request was aborted by its caller."
+from tokenmill.messages import CANCELLED, Finish, Output, Request, StepPlan, StepResult
 
 
 class Scheduler:

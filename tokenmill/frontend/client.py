@@ -393,7 +393,9 @@ class Client:
         """
         with self._lock:
             flying = [(name, row.request.id) for name, (_, row) in list(self._flying.items())]
-        self._core_cancel([name for name, other in flying if every or is_made_of(other, request_id)])
+        names = [name for name, other in flying if every or is_made_of(other, request_id)]
+        self._deliver(self._lobby.aborted(names))
+        self._core_cancel(names)
 
     def call_core(self, name: str, **arguments: Any) -> Any:
         """Ask the core between two steps; see `core/control.py` for the names."""

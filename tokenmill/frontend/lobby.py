@@ -11,7 +11,7 @@ from itertools import islice
 
 from tokenmill.frontend.calls import Call, Mailbox
 from tokenmill.frontend.outputs import Row
-from tokenmill.messages import Output, Request
+from tokenmill.messages import CANCELLED, Finish, Output, Request
 
 
 class Lobby:
@@ -56,6 +56,11 @@ class Lobby:
             return False
         self.add(call, row.to_core())
         return True
+
+    def aborted(self, names: Sequence[str]) -> list[Output]:
+        """The ends of those of these requests that are here, which the core knows nothing of."""
+        finish = Finish("abort", message=CANCELLED)
+        return [Output(name, (), finish, 0, 0) for name in names if name in self._waiting]
 
     def leave(self, name: str) -> None:
         """Nobody waits for this request any more, if it is here."""
