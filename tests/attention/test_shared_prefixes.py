@@ -144,7 +144,7 @@ def test_many_rows_are_put_together_some_heads_at_a_time(
     """More pieces than are read at once, rows of one piece, and heads that fill no program."""
     from tokenmill.kernels import triton_decode
 
-    for name in ("COMBINE_PROGRAMS_MANY", "COMBINE_PROGRAMS_MOST"):
+    for name in ("MANY_HEADS", "MOST_HEADS"):
         monkeypatch.setattr(triton_decode, name, 1)
     spec = AttentionSpec(heads, 1, 64, scale=0.125)
     rows = [[*range(24), *range(100 + 20 * row, 100 + 11 * row)] for row in range(40)] + [[90]]

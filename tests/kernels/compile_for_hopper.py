@@ -35,6 +35,7 @@ from tokenmill.kernels import (
 from tokenmill.kernels.sharing import ITEM_FIELDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
+ORDER = {"ACQBULK": "W", "PREEXIT": "B", "STG": "S", "EXIT": "E"}
 
 
 def compiled(
@@ -89,6 +90,8 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         # Of a kernel that waits for the one before it: what it does until then.
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
         "early_tile_copies": sass.partition("ACQBULK")[0].count("UTMALDG"),
+        # Where it waits (W), lets the next one begin (B), stores (S) and ends (E).
+        "order": "".join(ORDER[word] for word in re.findall(r"\b(ACQBULK|PREEXIT|STG|EXIT)\b", sass)),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 
@@ -154,7 +157,8 @@ def decode(
     head_dim: int, group: int, *, fold: int = 1, single: bool = False, shared: bool = False
 ) -> dict[str, Any]:
     block_dim = triton.next_power_of_2(head_dim * fold)
-    tiling = triton_decode.own_tiling(block_dim, 2, beside_shared=shared)
+    block_group = max(16, triton.next_power_of_2(group * fold))
+    tiling = triton_decode.own_tiling(block_dim, block_group, 2, beside_shared=shared)
     constants = {
         "GROUP": group,
         "FOLD": fold,
@@ -163,7 +167,7 @@ def decode(
         "WINDOW": 0,
         "SHARED": shared,
         "SINGLE": single,
-        "BLOCK_G": max(16, triton.next_power_of_2(group * fold)),
+        "BLOCK_G": block_group,
         "BLOCK_N": tiling.keys,
         "BLOCK_DIM": block_dim,
         "OVERLAP": shared,
@@ -181,7 +185,7 @@ def decode(
     options = {
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
-        "maxnreg": triton_decode.SMALL_REGISTERS if shared else triton_decode.DECODE_REGISTERS,
+        "maxnreg": tiling.registers,
     }
     return compiled(triton_decode._own_kernel, pointers, scalars, constants, **options)
 
@@ -413,6 +417,8 @@ if __name__ == "__main__":
             "decode 128 split": decode(128, 4),
             "decode 64 own": decode(64, 7, fold=2, shared=True),
             "decode 128 own": decode(128, 2, shared=True),
+            "decode 128 own, many queries": decode(128, 32, shared=True),
+            "decode 256 own": decode(256, 2, shared=True),
             "shared 64": shared(64, 7),
             "shared 128": shared(128, 2),
             "shared 256": shared(256, 2),

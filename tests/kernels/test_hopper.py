@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,17 @@ def test_shared_segments_multiply_with_whole_groups_of_warps(compiled: dict[str,
     for name in ("hopper shared 64", "hopper shared 128"):
         assert compiled[name]["HGMMA"] > 0, name
         assert compiled[name]["HMMA"] == 0, name
+
+
+def test_what_a_row_reads_alone_ends_behind_what_it_shares(compiled: dict[str, dict[str, Any]]) -> None:
+    """Each group of warps of the kernel before waits before it lets this one begin, which waits in its end:
+    it does not wait itself for what that one has waited for, and what follows needs both."""
+    for name in ("hopper shared 64", "hopper shared 128"):
+        assert re.sub("[SE]", "", compiled[name]["order"]) == "WBWB", name
+    for name in ("decode 64 own", "decode 128 own"):
+        order = compiled[name]["order"]
+        assert "B" not in order, name
+        assert re.fullmatch("E*(S+WE)+", order), (name, order)
 
 
 def test_decoding_in_runs_shares_a_processor(compiled: dict[str, dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ def hopper(load_on_cpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyP
     module: Any = load_on_cpu("hopper_shared")
     monkeypatch.setattr("tokenmill.kernels.hopper_shared", module, raising=False)
     monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_shared", module)
-    monkeypatch.setattr(triton_decode, "_is_shared_for_hopper", lambda keys, values: True)
+    monkeypatch.setattr(triton_decode, "_is_shared_for_hopper", lambda keys, values, group: True)
     for place in (module, triton_decode):
         monkeypatch.setattr(place, "num_processors", lambda device: 3)
     return module
@@ -107,9 +107,10 @@ def test_more_rows_than_an_item_holds(
         assert ragged.relative_error(out, step.expected) < 1e-6
 
 
-def test_shared_keys_wait_for_no_kernel_but_in_the_first_layer(
+def test_shared_keys_wait_for_no_kernel_but_in_the_first_layer_without_a_window(
     forests: SimpleNamespace, hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The others wait, and only then let a kernel begin that does not wait for what they have waited for."""
     events: list[tuple[int, str]] = []  # of which warps, and what
     copy_tokens = hopper.copy_tokens
 
@@ -122,17 +123,22 @@ def test_shared_keys_wait_for_no_kernel_but_in_the_first_layer(
 
     monkeypatch.setattr(hopper, "copy_tokens", copied)
     monkeypatch.setattr(hopper, "wait_for_inputs", lambda _: note("wait"))
+    monkeypatch.setattr(hopper, "let_next_begin", lambda _: note("let begin"))
     monkeypatch.setattr(hopper, "num_processors", lambda _: 1)
     spec = AttentionSpec(2, 1, 64, scale=0.125)
     rows = [[*range(8), 20], [*range(8), 21]]
     step = forests.forest_step(
         spec, rows, costs=costs_of(spec, 16), page_size=16, dtype=torch.float32, seed=0
     )
-    backend = create_backend("triton", [spec] * 2, [step.key_cache] * 2, [step.value_cache] * 2, 16)
+    specs = [dataclasses.replace(spec, window=20), spec, spec]
+    backend = create_backend("triton", specs, [step.key_cache] * 3, [step.value_cache] * 3, 16)
     backend.plan(step.layout)
-    for layer, expected in ((0, ["wait", "copy"]), (1, ["copy"])):
+    backend.run(step.q, step.k, step.v, 0)
+    assert events == []
+    for layer, expected in ((1, ["wait", "copy"]), (2, ["copy"])):
         events.clear()
         backend.run(step.q, step.k, step.v, layer)
         (feeding,) = {thread for thread, event in events if event == "copy"}
-        assert [event for thread, event in events if thread == feeding] == expected
-        assert sum(event == "wait" for thread, event in events if thread != feeding) == 2
+        of_threads = {thread: [event for other, event in events if other == thread] for thread, _ in events}
+        assert of_threads.pop(feeding) == expected
+        assert [*of_threads.values()] == [["wait", "let begin"]] * 2

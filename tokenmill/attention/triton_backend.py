@@ -235,7 +235,7 @@ def _sharing_costs(
 def _layer_costs(spec: AttentionSpec, keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> SharingCosts:
     group = spec.num_heads // spec.num_kv_heads
     element_size = keys_NBKD.element_size()
-    queries, programs = triton_decode.shared_work(keys_NBKD, values_NBKD)
+    queries, programs = triton_decode.shared_work(keys_NBKD, values_NBKD, group)
     return SharingCosts(
         rows_per_item=max(1, queries // group),
         key_heads=spec.num_kv_heads,

@@ -1,7 +1,8 @@
 """Pages of the cache as tiles in the shared memory of Hopper GPUs: copies of sixteen tokens at a time.
 
-The kernels that read them are in `hopper_prefill.py` and `hopper_decode.py`. This is Gluon, the layer under
-Triton's own language: who waits for what is written out, and there is no interpreter for it.
+The kernels that read them are in `hopper_prefill.py`, `hopper_decode.py` and `hopper_shared.py`. This is
+Gluon, the layer under Triton's own language: who waits for what is written out, and there is no interpreter
+for it.
 
 A program has a ring of S stages for keys and one for values, and 4 S barriers: keys are there, values are
 there, keys are done with, values are done with.

@@ -45,9 +45,10 @@ def hopper_tiling(head_dim: int) -> SharedTiling:
     return SharedTiling(128, 2, alternate=True) if head_dim == 128 else SharedTiling(128, 4, alternate=True)
 
 
-def can_take(key_cache_NBKD: torch.Tensor, value_cache_NBKD: torch.Tensor) -> bool:
-    """Whether `attend` knows these numbers and layouts."""
-    return key_cache_NBKD.shape[3] in HEAD_DIMS and are_tiles(key_cache_NBKD, value_cache_NBKD)
+def can_take(key_cache_NBKD: torch.Tensor, value_cache_NBKD: torch.Tensor, group: int) -> bool:
+    """Whether `attend` knows these numbers and layouts, with so many queries to a key head."""
+    is_known = key_cache_NBKD.shape[3] in HEAD_DIMS and group <= QUERIES
+    return is_known and are_tiles(key_cache_NBKD, value_cache_NBKD)
 
 
 def attend(
@@ -178,6 +179,7 @@ def _compute(
         fence_async_shared()
         gl.thread_barrier()
 
+        # As for a prompt whose own keys, all seen by all queries, are the item's last tile, behind a prefix.
         _, tiles, last = _count_tiles(item, BLOCK_N)
         acc, total, peak, count = attend_tiles(
             step, turn, everywhere, query, k_tiles, v_tiles, barriers, turns, last, (tiles - 1) * BLOCK_N, 1,

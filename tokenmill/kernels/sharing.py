@@ -16,6 +16,11 @@ import torch
 ITEM_FIELDS = 6
 
 
+# Heads of all rows of a step from which on their pieces are put together by programs of one warp, and by such
+# that take several heads.
+MANY_HEADS, MOST_HEADS = 2048, 4096
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """The forest of a step, int32 on the device, for R decoding rows."""

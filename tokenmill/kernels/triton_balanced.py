@@ -255,7 +255,7 @@ def _list_kernel(
     after = first + number
     begin_here = (runs < NUM_RUNS) & (begins >= first) & (begins < after)
     # A row is put together by the run in which it ends, if it began in another one.
-    joins = (begins < ends) & (begins > first) & (ends >= after)
+    joins = (begins > first) & (ends >= after)
     opening = ((first + 1).to(tl.int64) * NUM_RUNS - 1) // num_tiles
     tl.store(cuts + runs, begins.to(tl.int32), mask=begin_here)
     tl.store(cuts + NUM_RUNS + 1 + runs, tl.where(joins, row, -1), mask=begin_here)

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes, most_pieces
+from tokenmill.kernels.sharing import ITEM_FIELDS, MANY_HEADS, MOST_HEADS, SharedPrefixes, most_pieces
 from tokenmill.kernels.triton_attention import (
     LOG2_E,
     PagedRows,
@@ -34,7 +34,8 @@ from tokenmill.kernels.triton_overlap import NO_OVERLAP, let_next_begin, overlap
 # Splits fill the device when rows are few, and even out rows of different lengths when they are many.
 DECODE_TILE_BYTES = 16384  # of keys, and again of values, per step of the loop
 DECODE_REGISTERS = 168  # for three programs to a processor; the assembler alone would spill to fit a fourth
-SMALL_REGISTERS = 200  # for five of half the threads
+SMALL_REGISTERS = 200  # for five programs of half the threads
+SMALL_DIM, SMALL_QUERIES = 128, 16  # with more, they would spill
 DECODE_PROGRAMS = 1024  # wanted on the device: some eight for each of its processors
 MAX_SPLITS = 64
 SPLIT_KEYS_FEW_ROWS = 64  # shortest split worth its combination
@@ -48,9 +49,8 @@ SHARED_QUERIES = 64  # of a program that reads a shared segment
 SHARED_PROGRAMS = 264  # that run at the same time and go through the items of a step: two for each processor
 
 MAX_PIECES = MAX_SPLITS + most_pieces(1)
-COMBINE_PROGRAMS_MANY = 2048  # from so many on, a program takes few pieces at once and one warp
-# With more of them than run at the same time, and few pieces in a row, a program takes several heads.
-COMBINE_PROGRAMS_MOST, FEW_PIECES, HEADS_AT_ONCE = 4096, 32, 4
+# More heads than programs run at the same time are put together several at once, where a row has few pieces.
+FEW_PIECES, HEADS_AT_ONCE = 32, 4
 
 
 # ── launching ─────────────────────────────────────────────────────────────────────────────────
@@ -96,7 +96,9 @@ def decode(
         torch.empty((num_rows, num_heads, room, head_dim), dtype=torch.float32, device=q_RHD.device),
         torch.empty((num_rows, num_heads, room), dtype=torch.float32, device=q_RHD.device),
     )
-    if shared is not None:
+    if (
+        shared is not None
+    ):  # and nothing between these two: the second relies on what the first has waited for
         _attend_shared(q_RHD, rows, shared, scale=scale, are_new=are_new, pieces=pieces)
     _attend_own(
         q_RHD, rows, shared,
@@ -116,7 +118,9 @@ def _attend_shared(
     pieces: _Pieces,
 ) -> None:
     """Leave the pieces of all shared segments."""
-    if _is_shared_for_hopper(rows.key_cache_NBKD, rows.value_cache_NBKD):
+    _, num_heads, head_dim = q_RHD.shape
+    group = num_heads // rows.key_cache_NBKD.shape[2]
+    if _is_shared_for_hopper(rows.key_cache_NBKD, rows.value_cache_NBKD, group):
         from tokenmill.kernels import hopper_shared
 
         hopper_shared.attend(
@@ -129,8 +133,6 @@ def _attend_shared(
             logs_RHP=pieces.logs_RHP,
         )
         return
-    _, num_heads, head_dim = q_RHD.shape
-    group = num_heads // rows.key_cache_NBKD.shape[2]
     tiling = shared_tiling(head_dim, q_RHD.element_size())
     block_dim = block_of(head_dim)
     _shared_kernel[(SHARED_PROGRAMS,)](
@@ -177,7 +179,9 @@ def _attend_own(
     """Leave the pieces of the keys that each row reads alone; a row with no other piece is complete."""
     num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    tiling = own_tiling(block_of(head_dim * fold), q_RHD.element_size(), beside_shared=shared is not None)
+    group = num_heads // num_kv_heads
+    block_dim, block_group = block_of(head_dim * fold), block_of(group * fold)
+    tiling = own_tiling(block_dim, block_group, q_RHD.element_size(), beside_shared=shared is not None)
     _own_kernel[(num_kv_heads // fold, splits[0], num_rows)](
         q_RHD,
         rows.key_cache_NBKD,
@@ -198,19 +202,19 @@ def _attend_own(
         rows.page_table_RP.stride(0),
         out_RHD.stride(0),
         out_RHD.stride(1),
-        GROUP=num_heads // num_kv_heads,
+        GROUP=group,
         FOLD=fold,
         HEAD_DIM=head_dim,
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         WINDOW=window or 0,
         SHARED=shared is not None,
         SINGLE=shared is None and splits[0] == 1,
-        BLOCK_G=block_of(num_heads // num_kv_heads * fold),
+        BLOCK_G=block_group,
         BLOCK_N=tiling.keys,
-        BLOCK_DIM=block_of(head_dim * fold),
+        BLOCK_DIM=block_dim,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        maxnreg=DECODE_REGISTERS if shared is None else SMALL_REGISTERS,
+        maxnreg=tiling.registers,
         **(NO_OVERLAP if shared is None else overlap_options(q_RHD.device)),
     )
 
@@ -227,8 +231,8 @@ def _combine(
 ) -> None:
     """Put the pieces of each row together; rows of a single one are complete already."""
     num_rows, num_heads, room, head_dim = pieces.parts_RHPD.shape
-    many = num_rows * num_heads >= COMBINE_PROGRAMS_MANY
-    are_most = num_rows * num_heads >= COMBINE_PROGRAMS_MOST and room <= FEW_PIECES
+    many = num_rows * num_heads >= MANY_HEADS
+    are_most = num_rows * num_heads >= MOST_HEADS and room <= FEW_PIECES
     heads = HEADS_AT_ONCE if are_most else 1
     _combine_kernel[(triton.cdiv(num_heads, heads), num_rows)](
         pieces.parts_RHPD,
@@ -277,20 +281,28 @@ class Tiling:
     num_warps: int
     num_stages: int
     queries: int = 1
+    registers: int | None = None  # of a thread, at most
 
 
 def decode_tiling(block_dim: int, element_size: int) -> Tiling:
     """Tiles of 16 KiB of keys and as much of values; three or four programs share a processor."""
     if element_size == 4:  # no tensor cores at full precision: registers set the size
-        return Tiling(keys=32 if block_dim <= 64 else 16, num_warps=4, num_stages=5)
-    return Tiling(min(128, max(16, DECODE_TILE_BYTES // (block_dim * element_size))), 4, 5)
+        return Tiling(32 if block_dim <= 64 else 16, num_warps=4, num_stages=5, registers=DECODE_REGISTERS)
+    keys = min(128, max(16, DECODE_TILE_BYTES // (block_dim * element_size)))
+    return Tiling(keys, num_warps=4, num_stages=5, registers=DECODE_REGISTERS)
 
 
-def own_tiling(block_dim: int, element_size: int, *, beside_shared: bool) -> Tiling:
-    """The tiles of `decode_tiling`, for smaller programs where rows read little alone, as beside shared
-    prefixes: five of them share a processor, and some begin while others end."""
+def own_tiling(block_dim: int, block_group: int, element_size: int, *, beside_shared: bool) -> Tiling:
+    """The tile of a program that reads the keys of one row.
+
+    Beside shared prefixes these are few, as a rule: there programs of half the warps, of which more share a
+    processor, so that some begin while others end; not where they would spill registers.
+    """
     tiling = decode_tiling(block_dim, element_size)
-    return Tiling(tiling.keys, 2, 3) if beside_shared and element_size == 2 else tiling
+    is_large = element_size > 2 or block_dim > SMALL_DIM or block_group > SMALL_QUERIES
+    if is_large or not beside_shared:
+        return tiling
+    return Tiling(tiling.keys, num_warps=2, num_stages=3, registers=SMALL_REGISTERS)
 
 
 def tile_keys(head_dim: int, element_size: int) -> int:
@@ -308,21 +320,22 @@ def shared_tiling(head_dim: int, element_size: int) -> Tiling:
     return Tiling(keys, num_warps=SHARED_QUERIES // 16, num_stages=3, queries=SHARED_QUERIES)
 
 
-def shared_work(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> tuple[int, int]:
-    """(queries that a program takes through a shared segment, programs that run at the same time)."""
-    if _is_shared_for_hopper(keys_NBKD, values_NBKD):
+def shared_work(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor, group: int) -> tuple[int, int]:
+    """(queries that a program takes through a shared segment, programs that run at the same time), of layers
+    with so many queries to a key head."""
+    if _is_shared_for_hopper(keys_NBKD, values_NBKD, group):
         from tokenmill.kernels import hopper_shared
 
         return hopper_shared.QUERIES, num_processors(keys_NBKD.device)
     return shared_tiling(keys_NBKD.shape[3], keys_NBKD.element_size()).queries, SHARED_PROGRAMS
 
 
-def _is_shared_for_hopper(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor) -> bool:
+def _is_shared_for_hopper(keys_NBKD: torch.Tensor, values_NBKD: torch.Tensor, group: int) -> bool:
     if not has_hopper_kernels(keys_NBKD.device):
         return False
     from tokenmill.kernels import hopper_shared
 
-    return hopper_shared.can_take(keys_NBKD, values_NBKD)
+    return hopper_shared.can_take(keys_NBKD, values_NBKD, group)
 
 
 def _folded_heads(group: int, key_cache_NBKD: torch.Tensor) -> int:

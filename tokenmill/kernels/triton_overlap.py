@@ -1,8 +1,10 @@
 """Programmatic dependent launch: a kernel begins while the one before it still runs, and waits.
 
 Each program of such a kernel calls `let_next_begin`, reads what no kernel writes (weights), calls
-`wait_for_inputs`, and only then touches what other kernels read or write. As every program waits, a kernel
-that is complete proves that all kernels before it are; plainly launched kernels can stand anywhere between.
+`wait_for_inputs`, and only then touches what other kernels read or write. As at least one program waits
+before it ends, a kernel that is complete proves that all kernels before it are; plainly launched kernels can
+stand anywhere between. A kernel may do without waiting first only right behind one that lets it begin after
+its own wait, or not before it ends: what that one has waited for is there (`triton_decode._own_kernel`).
 """
 
 # Triton rewrites these functions: their arguments are pointers and scalars of its own language.

@@ -15,7 +15,7 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
-from tokenmill.kernels.sharing import most_pieces
+from tokenmill.kernels.sharing import MANY_HEADS, most_pieces
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
@@ -64,6 +64,8 @@ class Scout:
     def __init__(self, spec: ModelSpec, *, config: EngineConfig, placement: Placement) -> None:
         self._placement = placement
         self._context_length = spec.context_length
+        # So many that their pieces are put together by smaller programs, and not so many yet that by others.
+        self._many_rows = -(-MANY_HEADS // max(layer.num_heads for layer in spec.attention))
         self._may_have_grammars = placement.attention_backend == "triton" and not config.skip_tokenizer_init
         # Two, because only the first layer has none before it.
         layers = tuple(dict.fromkeys(spec.attention)) * 2
@@ -125,6 +127,7 @@ class Scout:
             for size in (1, most):
                 self._decode(size, StepKind(), _FILTERED)
                 self._decode(size, StepKind(longest=SHORT_KEYS))
+            for size in sorted({1, min(self._many_rows, most), most}):
                 self._decode(size, StepKind(max_pieces=most_pieces(size)))
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
