@@ -279,7 +279,6 @@ def hopper_prefixes(head_dim: int, group: int) -> dict[str, Any]:
         "FIELDS": ITEM_FIELDS,
         "BLOCK_N": tiling.keys,
         "STAGES": tiling.stages,
-        "ALTERNATE": tiling.alternate,
         "ARE_NEW": False,
         "OVERLAP": True,
     }

@@ -71,7 +71,7 @@ def test_random_forests(
     draw = random.Random(seed)
     heads, kv_heads = draw.choice(((4, 1), (7, 1), (2, 2), (12, 1)))
     head_dim, page_size = draw.choice((64, 128)), draw.choice((16, 32))
-    tiling = hopper.SharedTiling(draw.choice((64, 128)), draw.randint(2, 4), draw.random() < 0.7)
+    tiling = hopper.SharedTiling(draw.choice((64, 128)), draw.randint(2, 4))
     monkeypatch.setattr(hopper, "hopper_tiling", lambda _: tiling)
     spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
     rows = forests.random_forest(draw, draw.choice((2, 7, 20)), 300 // page_size)
@@ -95,7 +95,7 @@ def test_more_rows_than_an_item_holds(
 ) -> None:
     """Eighteen rows of seven heads to an item, of which two pairs stay empty, a prefix that ends within a
     tile, and one program whose groups take turns for all items of an odd number of tiles."""
-    monkeypatch.setattr(hopper, "hopper_tiling", lambda _: hopper.SharedTiling(64, 2, alternate=True))
+    monkeypatch.setattr(hopper, "hopper_tiling", lambda _: hopper.SharedTiling(64, 2))
     monkeypatch.setattr(hopper, "num_processors", lambda _: 1)
     spec = AttentionSpec(7, 1, 64, scale=0.125)
     rows = [[*range(11), *([100 + row] * (row % 2))] for row in range(40)]

@@ -33,16 +33,15 @@ ANYWHERE = gl.constexpr(2**30)  # the position of a query that sees all keys of 
 
 @dataclass(frozen=True, slots=True)
 class SharedTiling:
-    """Keys of a tile, tiles that are under way; `alternate`: see `hopper_prefill.HopperTiling`."""
+    """Keys of a tile, tiles that are under way."""
 
     keys: int
     stages: int
-    alternate: bool
 
 
 def hopper_tiling(head_dim: int) -> SharedTiling:
     """Measured on an H100."""
-    return SharedTiling(128, 2, alternate=True) if head_dim == 128 else SharedTiling(128, 4, alternate=True)
+    return SharedTiling(keys=128, stages=2 if head_dim == 128 else 4)
 
 
 def can_take(key_cache_NBKD: torch.Tensor, value_cache_NBKD: torch.Tensor, group: int) -> bool:
@@ -90,7 +89,6 @@ def attend(
         FIELDS=ITEM_FIELDS,
         BLOCK_N=tiling.keys,
         STAGES=tiling.stages,
-        ALTERNATE=tiling.alternate,
         ARE_NEW=are_new,
         num_warps=4,
         **overlap_options(q_RHD.device),
@@ -151,10 +149,9 @@ def _compute(
     q, query_tiles, k_tiles, v_tiles, barriers, turns, num_items, items, members, parts, logs, scale_log2,
     room, stride_qt, stride_qh,
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, FIELDS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ALTERNATE: gl.constexpr, OVERLAP: gl.constexpr,
-    MINE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 pairs of row and head of each of the program's items."""
+    """Four warps: 64 pairs of row and head of each of the program's items. Both groups multiply in turn."""
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)  # not before: the next kernel does not wait for what this one has waited for
     query = query_tiles.index(MINE)
@@ -183,7 +180,7 @@ def _compute(
         _, tiles, last = _count_tiles(item, BLOCK_N)
         acc, total, peak, count = attend_tiles(
             step, turn, everywhere, query, k_tiles, v_tiles, barriers, turns, last, (tiles - 1) * BLOCK_N, 1,
-            0, 0, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE, ALTERNATE,
+            0, 0, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE, True,
         )  # fmt: skip
         step += count
         turn += count - 1
@@ -225,7 +222,6 @@ def _shared_kernel(
     FIELDS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    ALTERNATE: gl.constexpr,
     ARE_NEW: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -247,8 +243,8 @@ def _shared_kernel(
         room, stride_qt, stride_qh,
     )  # fmt: skip
     feeding: gl.constexpr = (KEY_HEADS, HEAD_DIM, PAGE_SIZE, FIELDS, BLOCK_N, STAGES, ARE_NEW, OVERLAP)
-    first: gl.constexpr = (KEY_HEADS, GROUP, HEAD_DIM, FIELDS, BLOCK_N, STAGES, ALTERNATE, OVERLAP, 0)
-    second: gl.constexpr = (KEY_HEADS, GROUP, HEAD_DIM, FIELDS, BLOCK_N, STAGES, ALTERNATE, OVERLAP, 1)
+    first: gl.constexpr = (KEY_HEADS, GROUP, HEAD_DIM, FIELDS, BLOCK_N, STAGES, OVERLAP, 0)
+    second: gl.constexpr = (KEY_HEADS, GROUP, HEAD_DIM, FIELDS, BLOCK_N, STAGES, OVERLAP, 1)
     # Registers of a thread: of 504 for three times four warps.
     gl.warp_specialize(
         [(_compute, compute + first), (_compute, compute + second), (_feed, feed + feeding)],

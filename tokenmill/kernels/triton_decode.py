@@ -96,9 +96,8 @@ def decode(
         torch.empty((num_rows, num_heads, room, head_dim), dtype=torch.float32, device=q_RHD.device),
         torch.empty((num_rows, num_heads, room), dtype=torch.float32, device=q_RHD.device),
     )
-    if (
-        shared is not None
-    ):  # and nothing between these two: the second relies on what the first has waited for
+    # Nothing is launched between these two: the second relies on what the first has waited for.
+    if shared is not None:
         _attend_shared(q_RHD, rows, shared, scale=scale, are_new=are_new, pieces=pieces)
     _attend_own(
         q_RHD, rows, shared,
