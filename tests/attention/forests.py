@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import runpy
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.runner.forest import Forest
@@ -89,6 +91,16 @@ def forest_step(
         share(layout, table, lengths, costs=costs, page_size=page_size, padding=padding)
     tensors = (keys, values, q, torch.cat(new_keys), torch.cat(new_values), torch.cat(expected))
     return _RAGGED["Ragged"](layout, *(tensor.to(device) for tensor in tensors))
+
+
+def eager_costs(
+    spec: AttentionSpec, dtype: torch.dtype, *, page_size: int = 1, device: str = "cpu", **more: int
+) -> SharingCosts:
+    """What the backend says of its tiles for such pages, and that all sharing pays."""
+    cache = torch.zeros(1, page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device)
+    costs = create_backend("triton", [spec], [cache], [cache], page_size).sharing
+    assert costs is not None
+    return dataclasses.replace(costs, piece_keys=0, worthwhile_keys=0, **more)
 
 
 def share(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import runpy
 from pathlib import Path
@@ -52,14 +51,6 @@ def backend_for(spec: AttentionSpec, step: Any, page_size: int) -> Backend:
     return create_backend("triton", [spec], [step.key_cache], [step.value_cache], page_size)
 
 
-def eager_costs(spec: AttentionSpec, dtype: torch.dtype, **more: int) -> Any:
-    """What the backend says of its tiles, and that all sharing pays."""
-    cache = torch.zeros(1, 1, spec.num_kv_heads, spec.head_dim, dtype=dtype)
-    costs = create_backend("triton", [spec], [cache], [cache], 1).sharing
-    assert costs is not None
-    return dataclasses.replace(costs, piece_keys=0, worthwhile_keys=0, **more)
-
-
 def answer(spec: AttentionSpec, step: Any, page_size: int) -> torch.Tensor:
     backend = backend_for(spec, step, page_size)
     backend.plan(step.layout)
@@ -82,7 +73,7 @@ def test_random_forests(
     step = forests.forest_step(
         spec,
         rows,
-        costs=eager_costs(spec, dtype, shortest_split=64, programs=draw.choice((8, 64))),
+        costs=forests.eager_costs(spec, dtype, shortest_split=64, programs=draw.choice((8, 64))),
         page_size=page_size,
         dtype=dtype,
         seed=seed,
@@ -105,7 +96,7 @@ def test_more_rows_than_an_item_holds(
     step = forests.forest_step(
         spec,
         rows,
-        costs=eager_costs(spec, torch.float16, programs=9, shortest_split=128),
+        costs=forests.eager_costs(spec, torch.float16, programs=9, shortest_split=128),
         page_size=16,
         dtype=torch.float16,
         seed=1,
@@ -123,7 +114,7 @@ def test_splits_of_a_rows_own_keys_follow_the_shared_pieces(
     step = forests.forest_step(
         spec,
         rows,
-        costs=eager_costs(spec, torch.float32, shortest_split=32),
+        costs=forests.eager_costs(spec, torch.float32, shortest_split=32),
         page_size=16,
         dtype=torch.float32,
         seed=2,
@@ -151,7 +142,7 @@ def test_many_rows_are_put_together_some_heads_at_a_time(
     step = forests.forest_step(
         spec,
         rows,
-        costs=eager_costs(spec, torch.float32, shortest_split=64, programs=999),
+        costs=forests.eager_costs(spec, torch.float32, shortest_split=64, programs=999),
         page_size=16,
         dtype=torch.float32,
         seed=5,
@@ -168,7 +159,7 @@ def test_layers_with_a_window_do_not_share(
     step = forests.forest_step(
         windowed,
         [[0, 1, 2, 3], [0, 1, 2, 4]],
-        costs=eager_costs(full, torch.float32),
+        costs=forests.eager_costs(full, torch.float32),
         page_size=16,
         dtype=torch.float32,
         seed=3,
@@ -186,7 +177,7 @@ def test_the_torch_backend_reads_every_row_by_itself(
     step = forests.forest_step(
         spec,
         [[0, 1, 2], [0, 1, 3]],
-        costs=eager_costs(spec, torch.float32),
+        costs=forests.eager_costs(spec, torch.float32),
         page_size=16,
         dtype=torch.float32,
         seed=4,
@@ -207,7 +198,7 @@ def test_a_spare_row_shorter_than_what_the_row_in_its_place_shares(
     step = forests.forest_step(
         spec,
         [[0, 1, 2], [0, 1, 3]],
-        costs=eager_costs(spec, torch.float32),
+        costs=forests.eager_costs(spec, torch.float32),
         page_size=16,
         dtype=torch.float32,
         seed=6,

@@ -224,14 +224,6 @@ def test_layers_one_after_the_other_in_a_graph(ragged: SimpleNamespace, seed: in
         assert ragged.relative_error(out, step.expected) < LIMITS[dtype]
 
 
-def forest_costs(spec: AttentionSpec, dtype: torch.dtype, page_size: int) -> Any:
-    """The tiles of the kernels, and that all sharing pays."""
-    cache = torch.zeros(1, page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype, device="cuda")
-    costs = create_backend("triton", [spec], [cache], [cache], page_size).sharing
-    assert costs is not None
-    return dataclasses.replace(costs, piece_keys=0, worthwhile_keys=0)
-
-
 @pytest.mark.parametrize("seed", range(14))
 def test_random_forests(forests: SimpleNamespace, ragged: SimpleNamespace, seed: int) -> None:
     draw = random.Random(seed)
@@ -245,7 +237,7 @@ def test_random_forests(forests: SimpleNamespace, ragged: SimpleNamespace, seed:
     step = forests.forest_step(
         spec,
         rows,
-        costs=forest_costs(spec, dtype, page_size),
+        costs=forests.eager_costs(spec, dtype, page_size=page_size, device="cuda"),
         page_size=page_size,
         dtype=dtype,
         seed=seed,
@@ -274,7 +266,7 @@ def test_kernels_beside_each_other_answer_as_one_after_the_other(
             [*range(60 + 8 * (row % 3)), *range(200 + 20 * row, 200 + 20 * row + row % 12)]
             for row in range(70)
         ],
-        costs=forest_costs(spec, torch.bfloat16, 16),
+        costs=forests.eager_costs(spec, torch.bfloat16, page_size=16, device="cuda"),
         page_size=16,
         dtype=torch.bfloat16,
         seed=9,
@@ -317,7 +309,7 @@ def test_a_captured_step_follows_the_forest(forests: SimpleNamespace, ragged: Si
         forests.forest_step(
             spec,
             rows,
-            costs=forest_costs(spec, torch.bfloat16, 16),
+            costs=forests.eager_costs(spec, torch.bfloat16, page_size=16, device="cuda"),
             page_size=16,
             dtype=torch.bfloat16,
             seed=5,

@@ -52,14 +52,6 @@ def answers(step: Any, spec: AttentionSpec, page_size: int) -> list[torch.Tensor
     return [backend.run(step.q, step.k, step.v, layer) for layer in range(2)]
 
 
-def costs_of(spec: AttentionSpec, page_size: int, **more: int) -> Any:
-    """What the backend says of its items, and that all sharing pays."""
-    cache = torch.zeros(1, page_size, spec.num_kv_heads, spec.head_dim)
-    costs = create_backend("triton", [spec], [cache], [cache], page_size).sharing
-    assert costs is not None
-    return dataclasses.replace(costs, piece_keys=0, worthwhile_keys=0, **more)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_forests(
     forests: SimpleNamespace,
@@ -79,7 +71,9 @@ def test_random_forests(
     step = forests.forest_step(
         spec,
         rows,
-        costs=costs_of(spec, page_size, shortest_split=64, programs=draw.choice((3, 20))),
+        costs=forests.eager_costs(
+            spec, torch.float32, page_size=page_size, shortest_split=64, programs=draw.choice((3, 20))
+        ),
         page_size=page_size,
         dtype=torch.float32,
         seed=seed,
@@ -100,7 +94,12 @@ def test_more_rows_than_an_item_holds(
     spec = AttentionSpec(7, 1, 64, scale=0.125)
     rows = [[*range(11), *([100 + row] * (row % 2))] for row in range(40)]
     step = forests.forest_step(
-        spec, rows, costs=costs_of(spec, 16, programs=1), page_size=16, dtype=torch.float32, seed=1
+        spec,
+        rows,
+        costs=forests.eager_costs(spec, torch.float32, page_size=16, programs=1),
+        page_size=16,
+        dtype=torch.float32,
+        seed=1,
     )
     assert int(step.layout.shared.num_items) == 3
     for out in answers(step, spec, 16):
@@ -128,7 +127,12 @@ def test_shared_keys_wait_for_no_kernel_but_in_the_first_layer_without_a_window(
     spec = AttentionSpec(2, 1, 64, scale=0.125)
     rows = [[*range(8), 20], [*range(8), 21]]
     step = forests.forest_step(
-        spec, rows, costs=costs_of(spec, 16), page_size=16, dtype=torch.float32, seed=0
+        spec,
+        rows,
+        costs=forests.eager_costs(spec, torch.float32, page_size=16),
+        page_size=16,
+        dtype=torch.float32,
+        seed=0,
     )
     specs = [dataclasses.replace(spec, window=20), spec, spec]
     backend = create_backend("triton", specs, [step.key_cache] * 3, [step.value_cache] * 3, 16)

@@ -14,15 +14,21 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from tokenmill.batch.journal import append, disk_of, is_in_place, sync_folder
 from tokenmill.errors import JobStopped
 
 _ROWS_MORE = 1024  # for which there is room at once
 
-# Device, inode, size and time of writing; None where no file is.
-FileFacts = tuple[int, int, int, int] | None
+
+class FileFacts(NamedTuple):
+    """What tells a file from another one that has come in its place."""
+
+    device: int
+    inode: int
+    size: int
+    written_ns: int
 
 
 class LineFile:
@@ -42,13 +48,11 @@ class LineFile:
         self.path = path
         self._shown = output or path
         self._working_path = path
-        self._before: FileFacts = None
-        self._size_before = 0
+        self._before: FileFacts | None = None
         if path.exists():
             with path.open("rb") as before:
                 _take_lock(before, self._shown)  # the job that writes it has it until its end
             self._before = facts_of(path)
-            self._size_before = path.stat().st_size
             self._working_path = beside(path, "partial")
         self._file = _opened(self._working_path)
         _take_lock(self._file, self._shown)
@@ -70,7 +74,6 @@ class LineFile:
         if self._working_path != self.path:  # else it has been removed meanwhile
             replace_whole(self.path, lambda empty: empty.touch())
             self._before = facts_of(self.path)
-            self._size_before = 0
 
     def add(self, index: int, line: bytes) -> None:
         """The line of a row, with its line end; in the file with the next `write`."""
@@ -98,7 +101,8 @@ class LineFile:
         self._check_whole()
         append(self._file, data, end=self._end, path=self._working_path)
         self._end += len(data)
-        if self._working_path != self.path and self._end >= self._size_before:
+        size_before = 0 if self._before is None else self._before.size
+        if self._working_path != self.path and self._end >= size_before:
             _take_place(self._working_path, self.path)
             self._working_path = self.path
 
@@ -142,14 +146,14 @@ class LineFile:
         self._check_whole()  # which takes its time for many rows
 
 
-def facts_of(path: Path) -> FileFacts:
-    """What tells a file from another one that has come in its place. Raises `JobStopped`."""
+def facts_of(path: Path) -> FileFacts | None:
+    """The facts of what is at the path; None where nothing is. Raises `JobStopped`."""
     with disk_of(path):
         try:
             facts = path.stat()
         except FileNotFoundError:
             return None
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+    return FileFacts(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
 def changed_by_others(output: Path) -> JobStopped:

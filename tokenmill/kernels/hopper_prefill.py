@@ -326,6 +326,22 @@ def _finish_values(step, acc, fade, barriers, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def make_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """(those of the tiles, those by which the groups take turns) of a program whose groups share tiles.
+
+    Keys are there, values are there, keys are done with, values are done with; one of each for each stage.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2 * STAGES):
+        mbarrier.init(barriers.index(index), count=1)
+        mbarrier.init(barriers.index(2 * STAGES + index), count=GROUPS)
+    for index in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(index), count=1)
+    return barriers, turns
+
+
+@gluon.jit
 def attend_tiles(
     step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole, partial,
     scale_log2, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
@@ -471,14 +487,7 @@ def _prefill_kernel(
     k_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
     v_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
     query_tiles = gl.allocate_shared_memory(k_step.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], k_step.layout)
-    # Keys are there, values are there, keys are done with, values are done with; one of each for each stage.
-    barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(2 * STAGES):
-        mbarrier.init(barriers.index(index), count=1)
-        mbarrier.init(barriers.index(2 * STAGES + index), count=GROUPS)
-    for index in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(index), count=1)
+    barriers, turns = make_barriers(STAGES, GROUPS)
 
     feed = (
         k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, query_starts, lengths,

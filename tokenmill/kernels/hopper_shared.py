@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tokenmill.kernels.hopper_pages import are_tiles, copy_tokens, page_tiles
-from tokenmill.kernels.hopper_prefill import GROUP_QUERIES, STEP_LAYOUT, attend_tiles
+from tokenmill.kernels.hopper_prefill import GROUP_QUERIES, STEP_LAYOUT, attend_tiles, make_barriers
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
@@ -228,14 +228,7 @@ def _shared_kernel(
     k_tiles = gl.allocate_shared_memory(k_cache.dtype, [STAGES, BLOCK_N, HEAD_DIM], STEP_LAYOUT)
     v_tiles = gl.allocate_shared_memory(k_cache.dtype, [STAGES, BLOCK_N, HEAD_DIM], STEP_LAYOUT)
     query_tiles = gl.allocate_shared_memory(k_cache.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], STEP_LAYOUT)
-    # Keys are there, values are there, keys are done with, values are done with; one of each for each stage.
-    barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(2 * STAGES):
-        mbarrier.init(barriers.index(index), count=1)
-        mbarrier.init(barriers.index(2 * STAGES + index), count=GROUPS)
-    for index in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(index), count=1)
+    barriers, turns = make_barriers(STAGES, GROUPS)
 
     feed = (k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, num_items, items, stride_table)
     compute = (
