@@ -182,6 +182,73 @@ def test_work_is_cut_so_that_all_programs_have_some() -> None:
     assert cut.own_starts_R.tolist() == [2048] * 512
 
 
+HOPPER = SharingCosts(
+    rows_per_item=32, key_heads=8, programs=132, shortest_split=128, piece_keys=0, worthwhile_keys=0
+)
+
+
+def busiest_and_share(cut: Cut, costs: SharingCosts) -> tuple[int, float]:
+    """Keys of the program that has most, and of each if all had the same. Heads of items go by turns."""
+    keys_U = np.repeat(cut.items_IF[:, 2] - cut.items_IF[:, 1], costs.key_heads)
+    program_U = np.arange(len(keys_U)) % costs.programs
+    return int(np.bincount(program_U, weights=keys_U).max()), keys_U.sum() / costs.programs
+
+
+@pytest.mark.parametrize("num_groups", [3, 6, 9, 12, 14, 17, 20, 24, 40])
+def test_no_program_has_much_more_than_its_share(num_groups: int) -> None:
+    """Groups of eight rows, 2,048 keys in common: an item each may be a few more than programs, or fewer."""
+    rows = [[*range(1000 * group, 1000 * group + 128)] for group in range(num_groups) for _ in range(8)]
+    tables = tables_of(rows, [128] * len(rows), num_slots=len(rows), seed=0)
+    cut = cut_of(tables, page_size=16, costs=HOPPER, max_pieces=most_pieces(len(rows)))
+    assert cut is not None
+    check_cut(cut, rows, [128] * len(rows), 16, HOPPER)
+    busiest, share = busiest_and_share(cut, HOPPER)
+    assert busiest < 1.4 * share
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_long_items_come_first_and_short_ones_fill_up(seed: int) -> None:
+    """Groups of any length, by turns: nobody has much more than a share and the half of the longest item."""
+    draw = random.Random(seed)
+    rows = []
+    for group in range(draw.randint(20, 60)):
+        pages = range(1000 * group, 1000 * group + draw.randint(8, 200))
+        rows += [[*pages]] * draw.randint(2, 12)
+    full = [len(pages) for pages in rows]
+    tables = tables_of(rows, full, num_slots=len(rows), seed=seed)
+    cut = cut_of(tables, page_size=16, costs=HOPPER, max_pieces=most_pieces(len(rows)))
+    assert cut is not None
+    check_cut(cut, rows, full, 16, HOPPER)
+    keys_I = cut.items_IF[:, 2] - cut.items_IF[:, 1]
+    assert (np.diff(keys_I) <= 0).all()
+    busiest, share = busiest_and_share(cut, HOPPER)
+    assert busiest < 1.1 * share + keys_I.max() / 2
+
+
+def test_pieces_are_not_made_for_nothing() -> None:
+    """A piece that costs as much as a thousand keys is worse than programs without work."""
+    rows = [[*range(1000 * group, 1000 * group + 128)] for group in range(17) for _ in range(8)]
+    tables = tables_of(rows, [128] * len(rows), num_slots=len(rows), seed=0)
+    for piece_keys, is_cut in ((1, True), (1000, False)):
+        costs = dataclasses.replace(HOPPER, piece_keys=piece_keys)
+        cut = cut_of(tables, page_size=16, costs=costs, max_pieces=8)
+        assert cut is not None
+        assert (cut.num_pieces_R.max() > 1) == is_cut
+
+
+def test_items_fit_their_place_on_the_device() -> None:
+    """Few rows and many programs: segments are cut as finely as may be."""
+    costs = dataclasses.replace(HOPPER, key_heads=1, programs=500)
+    forest = Forest(costs, max_rows=4, page_size=16, device=torch.device("cpu"))
+    pages = np.array([[*range(9000)], [*range(9000)]], dtype=np.int32)
+    found = forest.update(pages, np.arange(2, dtype=np.int32), np.full(2, 16 * 9000 - 1, dtype=np.int32))
+    assert found is not None
+    shared = forest.shared(2, found)
+    items = shared.items_IF[: int(shared.num_items)]
+    assert int((items[:, 2] - items[:, 1]).sum()) == 16 * 8999
+    assert int(shared.num_pieces_R.max()) <= shared.max_pieces
+
+
 def test_a_forest_follows_the_rows() -> None:
     forest = Forest(FREE, max_rows=8, page_size=4, device=torch.device("cpu"))
     pages = np.array([[1, 2, 3, 9], [1, 2, 4, 9], [1, 5, 6, 9], [7, 8, 6, 9]], dtype=np.int32)

@@ -26,7 +26,7 @@ class SharedPrefixes:
     """The forest of a step, int32 on the device, for R decoding rows."""
 
     num_items: torch.Tensor  # [1]
-    items_IF: torch.Tensor  # F = ITEM_FIELDS
+    items_IF: torch.Tensor  # F = ITEM_FIELDS; the longest first, as programs take them by turns
     members_M: torch.Tensor  # rows of the step, group after group
     own_starts_R: torch.Tensor  # from here on a row reads its keys alone: whole pages, before its last token
     num_pieces_R: torch.Tensor  # pieces that shared segments leave in the row

@@ -29,6 +29,11 @@ from tokenmill.messages import IntArray, LongArray
 # read on their own what lies below, so both bound only the work of finding and cutting.
 MAX_SEGMENTS = 4
 MAX_BRANCHINGS = 16
+# How segments are cut into items: into so many equal parts at most of the longest one, and so that no program
+# takes more turns than that. Beginning an item costs a program as much as so many keys.
+MAX_EQUAL_PARTS = 16
+MAX_TURNS = 8
+ITEM_KEYS = 128
 
 _MAX_PAGES = 2**31
 
@@ -172,7 +177,7 @@ class Cut:
 def cut_segments(
     segments: list[Groups], *, num_rows: int, max_pieces: int, page_size: int, costs: SharingCosts
 ) -> Cut:
-    """Items that fill the device; no row gets more than `max_pieces` pieces."""
+    """Items that fill the device, the longest first; no row gets more than `max_pieces` pieces."""
     own_starts_R = np.zeros(num_rows, dtype=np.int64)
     num_pieces_R = np.zeros(num_rows, dtype=np.int64)
     for groups in segments:
@@ -191,7 +196,9 @@ def cut_segments(
         )
         members.append(groups.members_M)
         num_members += len(groups.members_M)
-    return Cut(np.concatenate(items), np.concatenate(members), own_starts_R, num_pieces_R)
+    items_IF = np.concatenate(items)
+    order = np.argsort(items_IF[:, 1] - items_IF[:, 2], kind="stable")
+    return Cut(items_IF[order], np.concatenate(members), own_starts_R, num_pieces_R)
 
 
 def _items(
@@ -225,16 +232,38 @@ def _items(
 def _split_keys(
     segments: list[Groups], longest: int, max_pieces: int, page_size: int, costs: SharingCosts
 ) -> int:
-    """Keys of an item, so that all programs have work and every row room for its pieces."""
-    keys = sum(
-        int((-(-groups.sizes_G // costs.rows_per_item) * (groups.stop_G - groups.first_G)).sum())
-        for groups in segments
+    """Keys of an item: of those with which every row has room for its pieces, what takes least time."""
+    keys_G = np.concatenate([groups.stop_G - groups.first_G for groups in segments]) * page_size
+    sizes_G = np.concatenate([groups.sizes_G for groups in segments])
+    work = int(-(-sizes_G // costs.rows_per_item) @ keys_G)
+    # As if it were all one segment, which is cut into as many items as there are programs; and equal parts of
+    # the longest segment.
+    candidates = np.append(
+        -(-work * costs.key_heads // costs.programs),
+        -(-keys_G.max() // np.arange(1, MAX_EQUAL_PARTS + 1)),
     )
-    wanted = max(
-        -(-keys * page_size * costs.key_heads // costs.programs),
-        longest // (max_pieces - MAX_SEGMENTS) + 1,
-    )
-    return -(-wanted // costs.shortest_split) * costs.shortest_split
+    least = longest // (max_pieces - MAX_SEGMENTS) + 1
+    split_S = -(-np.maximum(candidates, least) // costs.shortest_split) * costs.shortest_split
+    return int(split_S[np.argmin(_times(split_S, keys_G, sizes_G, costs))])
+
+
+def _times(
+    split_S: LongArray, keys_G: LongArray, sizes_G: LongArray, costs: SharingCosts
+) -> NDArray[np.float64]:
+    """About how long items of so many keys take, as keys that a program goes through.
+
+    Programs take items by turns: a few more items than there are programs take twice the time. The first of
+    these sizes is always possible; others, unless they make too many items.
+    """
+    tiles_G = -(-sizes_G // costs.rows_per_item)
+    splits_GS = -(-keys_G[:, None] // split_S)
+    items_S = tiles_G @ splits_GS
+    turns_S = -(-items_S * costs.key_heads // costs.programs)
+    busiest_S = np.maximum(turns_S * (tiles_G @ keys_G) / items_S, np.minimum(split_S, keys_G.max()))
+    # The cost of a piece is told in keys that a row reads alone. Those of an item go twice as fast.
+    pieces_S = 2 * costs.piece_keys * (sizes_G @ splits_GS) * costs.key_heads / costs.programs
+    is_possible_S = turns_S <= max(MAX_TURNS, turns_S[0])
+    return np.where(is_possible_S, busiest_S + turns_S * ITEM_KEYS + pieces_S, np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +281,7 @@ class Forest:
         self._costs = costs
         self._page_size = page_size
         most_tiles = MAX_SEGMENTS * (-(-max_rows // costs.rows_per_item) + max_rows)
-        max_items = most_tiles + costs.programs
+        max_items = most_tiles + MAX_TURNS * costs.programs
         sizes = (max_rows, max_rows, MAX_SEGMENTS * max_rows, max_items * ITEM_FIELDS, 1)
         # One tensor, so that one copy brings everything.
         self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
