@@ -69,7 +69,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     from tokenmill.runner import prompt_graphs
 
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
-    monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(prompt_graphs, "_PADDING_SECONDS", 0.0)
     replay, steps = prompt_graphs.PromptGraphs.replay, []
 
     def observed(self: Any, plan: Any, **options: Any) -> Any:

@@ -78,6 +78,12 @@ def test_every_kernel_is_compiled_at_the_start(
             for _ in range(2):  # the second time their prefixes are cached
                 engine.generate(input_ids=batch, sampling_params=params)
                 engine.generate(input_ids=batch[7], sampling_params=params)
+        # Long steps of many prompts, whose rows make 2,048 heads, then 4,096; with a common beginning,
+        # so do the rows that decode, which have pieces to put together.
+        for number, length in ((210, 11), (450, 6)):
+            for beginning in ([], prompts(400)[0]):
+                together = [beginning + own for own in prompts(*[length] * number)]
+                engine.generate(input_ids=together, sampling_params=greedy(4))
         assert compiled == []
 
 

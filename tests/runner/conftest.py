@@ -31,6 +31,7 @@ class GraphCalls:
     captured_draws: list[str] = field(default_factory=list)
     replayed_draws: int = 0
     full_for: str | None = None  # there is no memory for graphs whose title begins so
+    capture_seconds: float = 0.0  # that a capture seems to take
     failing: frozenset[int] = frozenset()  # replays that cannot be launched, as `replayed` counts them
 
 
@@ -47,7 +48,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
 
     class Replay:
         def __init__(self, step: Callable[[], Any], *, draws: bool) -> None:
-            self.step, self.made, self.seconds = step, step(), 0.0
+            self.step, self.made, self.seconds = step, step(), calls.capture_seconds
             self.draws = draws
 
         def replay(self) -> None:
@@ -82,7 +83,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
     monkeypatch.setattr(runner, "Recorder", Again)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
-    monkeypatch.setattr(prompt_graphs, "_PADDED_STEPS_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(prompt_graphs, "FIRST_CAPTURE_SECONDS", 0.0)
     monkeypatch.setattr(triton_backend, "SHARING_BYTES", 0)  # these models are too small for it to pay
     return calls
 

@@ -42,10 +42,10 @@ def placement(*, max_step_tokens: int = 512, max_running_requests: int = 8) -> P
     )
 
 
-def scout(folder: Path, *, context_length: int) -> Any:
+def scout(folder: Path, *, context_length: int, **placed: int) -> Any:
     config = EngineConfig(model_path=str(folder))
     spec = read_spec(folder, context_length=context_length)
-    return warmup.Scout(spec, config=config, placement=placement())
+    return warmup.Scout(spec, config=config, placement=placement(**placed))
 
 
 @pytest.mark.parametrize("context_length", [1, 17, 256])
@@ -78,6 +78,31 @@ def test_a_scout_runs_every_kind_of_step(
     assert mixed
     longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}
     assert {min(count, context_length) for count in (2, 64, 512)} <= longest
+
+
+@pytest.mark.parametrize(
+    ("max_running_requests", "together"), [(511, set()), (512, {512}), (1024, {512, 1024})]
+)
+def test_a_scout_runs_steps_of_many_prompts(
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    max_running_requests: int,
+    together: set[int],
+) -> None:
+    """With four heads a row, 2,048 and 4,096 of them are put together by kernels of their own."""
+    prompts: set[int] = set()
+
+    def forward(
+        self: Executor, token_ids_T: torch.Tensor, layout: StepLayout, *, needed_N: Any = None, **_: Any
+    ) -> torch.Tensor:
+        if layout.num_decodes == 0 and len(token_ids_T) >= 2048:
+            prompts.add(len(layout.host_query_lengths))
+        return torch.zeros(len(token_ids_T if needed_N is None else needed_N), 64)
+
+    monkeypatch.setattr(Executor, "forward", forward)
+    with torch.inference_mode():
+        scout(make_model(), context_length=64, max_running_requests=max_running_requests).compile().wait()
+    assert prompts == together
 
 
 def test_a_scout_runs_the_kernels(

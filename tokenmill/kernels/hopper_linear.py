@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.kernels.sizes import ceil_div
 from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
@@ -94,7 +94,7 @@ def choose_tiling(
     if 2 * size * num_outputs > MOST_WEIGHT_BYTES:
         return _tiling_of_few(num_rows, size, num_outputs, processors, may_split=may_split)
     for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
-        programs = triton.cdiv(num_rows, 64) * triton.cdiv(num_outputs, outputs)
+        programs = ceil_div(num_rows, 64) * ceil_div(num_outputs, outputs)
         if programs <= MOST_BUSY * processors:
             pieces = _choose_pieces(num_rows, size, programs / processors) if may_split else 1
             return ProductTiling(64, outputs, 128, _stages(64, outputs, 128), pieces)
@@ -119,7 +119,7 @@ def _tiling_of_few(
     """Few rows, but not very few: those take as long as their weights, which cuBLAS reads as fast."""
     if not VERY_FEW_ROWS < num_rows <= FEW_ROWS or 2 * size * num_outputs > MOST_WEIGHT_BYTES_OF_FEW:
         return None
-    busy = triton.cdiv(num_outputs, 64) / processors
+    busy = ceil_div(num_outputs, 64) / processors
     if not may_split:
         return ProductTiling(64, 64, 64, _stages(64, 64, 64)) if LEAST_BUSY <= busy <= 1 else None
     enough = ENOUGH_BUSY_OF_FEW_LONG if size > LONG_SUM else ENOUGH_BUSY_OF_FEW
@@ -140,13 +140,13 @@ def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -
     ):
         if more and rows == 128 and (num_rows - 1) % rows < rows // 2:
             continue  # the last tile is mostly padding, which cuBLAS has less of
-        if triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, (outputs + more) // 2) <= most:
+        if ceil_div(num_rows, rows) * ceil_div(num_outputs, (outputs + more) // 2) <= most:
             return ProductTiling(rows, outputs, 64, _stages(rows, outputs + more, 64), more=more)
     return ProductTiling(rows, 128, 64, _stages(rows, 128, 64)) if rows == 64 else None
 
 
 def _large_gated_tiling(rows: int, num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
-    busy = triton.cdiv(num_outputs, WIDE_OUTPUTS // 2) / processors
+    busy = ceil_div(num_outputs, WIDE_OUTPUTS // 2) / processors
     if num_rows <= rows and LEAST_BUSY <= busy <= 1:
         return ProductTiling(rows, WIDE_OUTPUTS, 64, _stages(rows, WIDE_OUTPUTS, 64))
     if VERY_FEW_ROWS < num_rows <= FEW_ROWS:
@@ -170,14 +170,14 @@ def product(
     num_rows, size = x_NI.shape
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
     assert tiling.pieces == 1 or not gated
-    steps = triton.cdiv(size, tiling.inputs)
+    steps = ceil_div(size, tiling.inputs)
     pieces = (tiling.pieces,) if tiling.pieces > 1 else ()
     dtype = torch.float32 if pieces else x_NI.dtype
     out = torch.empty((*pieces, num_rows, num_outputs), dtype=dtype, device=x_NI.device)
     halves = 2 if gated else 1
     grid = (
-        triton.cdiv(num_outputs, tiling.width // halves),
-        triton.cdiv(num_rows, tiling.rows),
+        ceil_div(num_outputs, tiling.width // halves),
+        ceil_div(num_rows, tiling.rows),
         tiling.pieces,
     )
     _product_kernel[grid](
@@ -189,7 +189,7 @@ def product(
         num_rows,
         num_outputs,
         steps,
-        triton.cdiv(steps, tiling.pieces),
+        ceil_div(steps, tiling.pieces),
         GATED=gated,
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.outputs,

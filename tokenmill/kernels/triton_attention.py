@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import next_power_of_2
+
 LOG2_E = math.log2(math.e)  # weights are powers of two
 ROWS_PER_SEARCH = 128  # rows a prefill program looks at, at once, to find its own
 COPY_ALIGNMENT = 16  # bytes; of addresses and strides that a tile copy by descriptor can take
@@ -53,7 +55,7 @@ def has_hopper_kernels(device: torch.device) -> bool:
 
 def block_of(size: int) -> int:
     """The block that holds `size` numbers, and is large enough for a tensor core."""
-    return max(16, int(triton.next_power_of_2(size)))
+    return max(16, next_power_of_2(size))
 
 
 def store(
@@ -81,8 +83,8 @@ def store(
         PAGE_SIZE=page_size,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_HEADS=next_power_of_2(num_heads),
+        BLOCK_DIM=next_power_of_2(head_dim),
     )
 
 

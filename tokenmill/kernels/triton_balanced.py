@@ -22,6 +22,7 @@ import triton.language as tl
 
 from tokenmill.kernels import triton_decode
 from tokenmill.kernels.runs import RunPieces, Runs, RunShape
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_attention import (
     LOG2_E,
     PagedRows,
@@ -79,7 +80,7 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
     """What `decode` needs to know of rows of these lengths (int32, at least 1; `longest` is a bound)."""
     tile_keys, num_runs = shape.tile_keys, shape.num_runs
     num_rows, device = lengths_R.shape[0], lengths_R.device
-    tiles_3N = torch.empty((3, num_rows * triton.cdiv(longest, tile_keys)), dtype=torch.int32, device=device)
+    tiles_3N = torch.empty((3, num_rows * ceil_div(longest, tile_keys)), dtype=torch.int32, device=device)
     # While kernels are compiled, the one that fills it may be skipped: then there are no tiles.
     cuts_3P = torch.zeros((3, num_runs + 1), dtype=torch.int32, device=device)
     _list_kernel[(num_rows,)](
@@ -91,7 +92,7 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         _stride(num_rows),
         NUM_RUNS=num_runs,
         BLOCK_N=tile_keys,
-        BLOCK_RUNS=triton.next_power_of_2(num_runs),
+        BLOCK_RUNS=next_power_of_2(num_runs),
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         LISTED_AT_ONCE=LISTED_AT_ONCE,
         num_warps=4,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.sharing import ITEM_FIELDS, MANY_HEADS, MOST_HEADS, SharedPrefixes, most_pieces
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_attention import (
     LOG2_E,
     PagedRows,
@@ -233,7 +234,7 @@ def _combine(
     many = num_rows * num_heads >= MANY_HEADS
     are_most = num_rows * num_heads >= MOST_HEADS and room <= FEW_PIECES
     heads = HEADS_AT_ONCE if are_most else 1
-    _combine_kernel[(triton.cdiv(num_heads, heads), num_rows)](
+    _combine_kernel[(ceil_div(num_heads, heads), num_rows)](
         pieces.parts_RHPD,
         pieces.logs_RHP,
         lengths_R,
@@ -250,7 +251,7 @@ def _combine(
         SHARED=shared is not None,
         BLOCK_N=decode_tiling(block_of(head_dim * fold), out_RHD.element_size()).keys,
         BLOCK_HEADS=heads,
-        MAX_PIECES=FEW_PIECES if are_most else triton.next_power_of_2(MAX_PIECES),
+        MAX_PIECES=FEW_PIECES if are_most else next_power_of_2(MAX_PIECES),
         BLOCK_PIECES=4 if many else 32,
         BLOCK_DIM=block_of(head_dim),
         num_warps=1 if many else 4,
@@ -260,12 +261,12 @@ def _combine(
 
 def split_limits(streams: int, most_keys: int) -> tuple[int, int]:
     """(most splits of a row, fewest keys of a split) for `streams` pairs of row and key head."""
-    few = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, streams)))
+    few = min(MAX_SPLITS, next_power_of_2(ceil_div(DECODE_PROGRAMS, streams)))
     if few > SPLITS_MANY_ROWS:
         max_splits, min_split = few, SPLIT_KEYS_FEW_ROWS
     else:
         max_splits, min_split = SPLITS_MANY_ROWS, SPLIT_KEYS_MANY_ROWS
-    return max(1, min(max_splits, triton.cdiv(most_keys, min_split))), min_split
+    return max(1, min(max_splits, ceil_div(most_keys, min_split))), min_split
 
 
 @dataclass(frozen=True, slots=True)

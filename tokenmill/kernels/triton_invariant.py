@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, num_processors
 from tokenmill.kernels.triton_prefill import attend_masked, find_row, load_tile
 
@@ -33,7 +34,7 @@ def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
     out_NO = torch.empty(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
     is_wide = x_NI.element_size() == 4  # no tensor cores at full precision
     rows, outputs = (32, 32) if is_wide else _tile(num_rows, num_outputs, num_processors(x_NI.device))
-    _product_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
+    _product_kernel[(ceil_div(num_rows, rows) * ceil_div(num_outputs, outputs),)](
         x_NI,
         weight_OI,
         bias_O,
@@ -56,7 +57,7 @@ def _tile(num_rows: int, num_outputs: int, processors: int) -> tuple[int, int]:
     """Rows and outputs of a tile: many, but so few that all processors have work. They have no say in the
     order of a sum, whose terms are always taken 64 inputs at a time."""
     for rows, outputs in ((128, 128), (64, 128), (64, 64)):
-        programs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs)
+        programs = ceil_div(num_rows, rows) * ceil_div(num_outputs, outputs)
         if programs >= processors and (rows == 64 or num_rows > 64):
             return rows, outputs
     return 64, 32
@@ -79,7 +80,7 @@ def attend(
     num_tokens, num_heads, head_dim = q_THD.shape
     num_rows, num_kv_heads = len(rows.lengths_R), rows.key_cache_NBKD.shape[2]
     group = num_heads // num_kv_heads
-    block_dim = max(16, triton.next_power_of_2(head_dim))
+    block_dim = max(16, next_power_of_2(head_dim))
     pairs, keys, stages = 64, 64 if block_dim <= 128 else 32, 3
     if q_THD.element_size() == 4:
         pairs, keys, stages = 16, 32 if block_dim <= 64 else 16, 2

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import Norm
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 INPUTS_PER_WARP = 512
@@ -71,7 +72,7 @@ def _multiply(
     total_NI = None if norm is None else torch.empty((num_rows, size), dtype=x_NI.dtype, device=x_NI.device)
     assert x_NI.stride(1) == 1
     assert weight_OI.is_contiguous()
-    _linear_kernel[(triton.cdiv(num_outputs, tiling.outputs),)](
+    _linear_kernel[(ceil_div(num_outputs, tiling.outputs),)](
         x_NI,
         residual_NI,
         None if norm is None else norm.weight_I,
@@ -86,9 +87,9 @@ def _multiply(
         0 if residual_NI is None else residual_NI.stride(0),
         SIZE=size,
         GATED=gated,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=next_power_of_2(num_rows),
         BLOCK_OUTPUTS=tiling.outputs,
-        BLOCK_SIZE=triton.next_power_of_2(size),
+        BLOCK_SIZE=next_power_of_2(size),
         num_warps=tiling.num_warps,
         **overlap_options(x_NI.device),
     )

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_sampling import LOG2_E
 
 # Beyond this many, taking maximum after maximum is slower than sorting.
@@ -42,7 +43,7 @@ def pack_logprobs(
         logits_RV = logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_given = given_ids_RI.shape[1]
-    num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
+    num_blocks = ceil_div(vocab_size, _BLOCK.value)
     num_stripes = num_blocks * _STRIPES_OF_BLOCK.value
     packed_RC = logits_RV.new_empty((num_rows, 2 + 2 * num_top + num_given), dtype=torch.int32)
     maxima_RN = logits_RV.new_empty((num_rows, num_blocks), dtype=torch.float32)
@@ -63,9 +64,9 @@ def pack_logprobs(
         num_given,
         packed_RC,
         NUM_TOP=num_top,
-        TOP_PADDED=triton.next_power_of_2(max(num_top, 1)),
-        BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
-        STRIPES_PADDED=triton.next_power_of_2(num_stripes),
+        TOP_PADDED=next_power_of_2(max(num_top, 1)),
+        BLOCKS_PADDED=next_power_of_2(num_blocks),
+        STRIPES_PADDED=next_power_of_2(num_stripes),
         num_warps=8,
     )
     return packed_RC

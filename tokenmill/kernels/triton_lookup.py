@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 MOST_AT_ONCE = 4096
@@ -32,8 +33,8 @@ def look_up_both(
         found_TW,
         SIZE=size,
         OTHER_SIZE=other_size,
-        BLOCK=min(MOST_AT_ONCE, triton.next_power_of_2(size)),
-        OTHER_BLOCK=triton.next_power_of_2(other_size),
+        BLOCK=min(MOST_AT_ONCE, next_power_of_2(size)),
+        OTHER_BLOCK=next_power_of_2(other_size),
         num_warps=4,
         **overlap_options(table_VD.device),
     )

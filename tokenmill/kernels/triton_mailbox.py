@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import Letters
+from tokenmill.kernels.sizes import ceil_div
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # A letter of 1,024 rows comes over the bus at once; one kernel serves all sizes.
@@ -43,7 +44,7 @@ def answer_letter(
 ) -> None:
     """See `mailbox.answer_letter`; nothing waits for the device."""
     num_rows = len(told_B)
-    _answer_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
+    _answer_kernel[(ceil_div(num_rows, ROWS_PER_PROGRAM),)](
         letters.answers_NB,
         letters.turn_1,
         told_B,

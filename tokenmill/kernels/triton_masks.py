@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import ceil_div
+
 _BLOCK = tl.constexpr(4096)
 _WORDS = tl.constexpr(256)
 
@@ -20,7 +22,7 @@ def apply_masks(logits_RV: torch.Tensor, rows_M: torch.Tensor, bits_MW: torch.Te
     num_masks, num_words = bits_MW.shape
     vocab_size = logits_RV.shape[1]
     if num_masks:
-        grid = (triton.cdiv(vocab_size, _BLOCK.value), num_masks)
+        grid = (ceil_div(vocab_size, _BLOCK.value), num_masks)
         _mask_kernel[grid](
             logits_RV, logits_RV.stride(0), vocab_size, rows_M, bits_MW, num_words, num_warps=8
         )
@@ -31,8 +33,8 @@ def apply_host_masks(logits_RV: torch.Tensor, place_3: torch.Tensor) -> torch.Te
     """See `sampling.masks.apply_host_masks`; the logits of a row must be contiguous."""
     assert logits_RV.stride(1) == 1, "rows of logits are contiguous"
     num_rows, vocab_size = logits_RV.shape
-    num_words = triton.cdiv(vocab_size, 32)
-    grid = (triton.cdiv(num_words, _WORDS.value), num_rows)
+    num_words = ceil_div(vocab_size, 32)
+    grid = (ceil_div(num_words, _WORDS.value), num_rows)
     _host_mask_kernel[grid](logits_RV, logits_RV.stride(0), vocab_size, place_3, num_words, num_warps=8)
     return logits_RV
 

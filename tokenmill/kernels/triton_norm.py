@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Elements a program works on: rows shorter than this (the heads of a query norm) share a program.
@@ -77,10 +78,10 @@ class _tiling:
     def __init__(self, x: torch.Tensor) -> None:
         size = x.shape[-1]
         self.num_rows = x.numel() // size
-        self.block_size = triton.next_power_of_2(size)
+        self.block_size = next_power_of_2(size)
         self.block_rows = max(1, ELEMENTS_PER_PROGRAM // self.block_size)
         self.num_warps = min(16, max(4, self.block_rows * self.block_size // 512))
-        self.grid = (triton.cdiv(self.num_rows, self.block_rows),)
+        self.grid = (ceil_div(self.num_rows, self.block_rows),)
 
 
 def _two_leading_dimensions(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import ceil_div
+
 _BLOCK = tl.constexpr(4096)
 _COUNT_BITS = tl.constexpr(2**30 - 1)
 
@@ -21,7 +23,7 @@ def penalize(
         logits_RV = logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     result_RV = logits_RV.new_empty((num_rows, vocab_size), dtype=torch.float32)
-    grid = (triton.cdiv(vocab_size, _BLOCK.value), num_rows)
+    grid = (ceil_div(vocab_size, _BLOCK.value), num_rows)
     _penalize_kernel[grid](
         logits_RV, logits_RV.stride(0), vocab_size, slots_R, penalties_S3, counts_SV, result_RV, num_warps=8
     )

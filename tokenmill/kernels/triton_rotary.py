@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Elements of one token that a program works on.
@@ -42,10 +43,10 @@ def rotate(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HALF=half,
-        BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        BLOCK_HEADS=next_power_of_2(num_heads),
+        BLOCK_KV_HEADS=next_power_of_2(num_kv_heads),
+        BLOCK_HALF=next_power_of_2(half),
+        BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
     )
     return q_out, k_out
 
@@ -64,9 +65,9 @@ def rotate_and_store(
     q_THD = qkv_TSD.new_empty(num_tokens, num_heads, head_dim)
     k_TKD = qkv_TSD.new_empty(num_tokens, num_kv_heads, head_dim)
     half = cos_TR.shape[1]
-    block_half = triton.next_power_of_2(half)
-    block_heads = min(triton.next_power_of_2(all_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * block_half)))
-    _rotate_and_store_kernel[(num_tokens, triton.cdiv(all_heads, block_heads))](
+    block_half = next_power_of_2(half)
+    block_heads = min(next_power_of_2(all_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * block_half)))
+    _rotate_and_store_kernel[(num_tokens, ceil_div(all_heads, block_heads))](
         qkv_TSD,
         cos_TR,
         sin_TR,
@@ -90,7 +91,7 @@ def rotate_and_store(
         PAGE_SIZE=page_size,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
         **overlap_options(qkv_TSD.device),
     )
     return q_THD, k_TKD

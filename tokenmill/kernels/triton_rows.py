@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.operands import RowState, StepRows
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 COLUMNS_PER_PROGRAM = 1024
@@ -39,8 +40,8 @@ def read_rows(state: RowState, inputs_FB: torch.Tensor, *, page_size: int) -> St
         seed_B=empty(num_rows, like=state.seed_S),
         drawn_position_B=empty(num_rows, like=state.last_token_S),
     )
-    block = min(COLUMNS_PER_PROGRAM, triton.next_power_of_2(num_columns))
-    _read_rows_kernel[(num_rows, num_groups, triton.cdiv(num_columns, block))](
+    block = min(COLUMNS_PER_PROGRAM, next_power_of_2(num_columns))
+    _read_rows_kernel[(num_rows, num_groups, ceil_div(num_columns, block))](
         inputs_FB,
         *(getattr(state, name) for name in RowState.__dataclass_fields__),
         *(getattr(rows, name) for name in StepRows.__dataclass_fields__),

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
+
 BLOCK = tl.constexpr(4096)
 STRIPE = tl.constexpr(64)
 # Stripes that one program looks at together; first guess of how many hold all survivors of a filter.
@@ -67,7 +69,7 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> tuple
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
-    num_blocks = triton.cdiv(vocab_size, BLOCK.value)
+    num_blocks = ceil_div(vocab_size, BLOCK.value)
     num_stripes = num_blocks * (BLOCK.value // STRIPE.value)
     # Not one tensor: with an odd number of rows its second half would want kernels of its own.
     tokens_R, told_R = (logits_RV.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
@@ -81,7 +83,7 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> tuple
     limits = (columns.top_ps_R, columns.min_ps_R)
     dice = (columns.seeds_R, columns.positions_R)
     _read_kernel[(num_blocks, num_rows)](*rows, *facts, stripe_maxima_RS, FILTERS=filters, num_warps=4)
-    blocks_padded = triton.next_power_of_2(num_blocks)
+    blocks_padded = next_power_of_2(num_blocks)
     _draw_kernel[(num_rows,)](
         *rows,
         *limits,
@@ -104,7 +106,7 @@ def sample(logits_RV: torch.Tensor, columns: Columns, *, filters: bool) -> tuple
             tokens_R,
             told_R,
             BLOCKS_PADDED=blocks_padded,
-            STRIPES_PADDED=triton.next_power_of_2(num_stripes),
+            STRIPES_PADDED=next_power_of_2(num_stripes),
             SHIFT=_SHIFTS[logits_RV.dtype],
             num_warps=8,
         )

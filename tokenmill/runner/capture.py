@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 # A first guess of what a capture costs; each capture tells better.
-_CAPTURE_SECONDS = 0.05
+FIRST_CAPTURE_SECONDS = 0.05
 # Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), the share that steps
 # wait for all the same: the loading of kernels.
 _SHARE_WAITED_FOR = 0.3
@@ -49,7 +49,7 @@ class CapturePolicy:
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending
         self._padding_seconds = 0.0
         self.may_capture = True  # whether the device has memory for it, as far as is known
-        self.capture_seconds = _CAPTURE_SECONDS  # what a capture takes, by the last one
+        self.capture_seconds = FIRST_CAPTURE_SECONDS  # what a capture takes, by the last one
 
     def choose(self, num_rows: int, kind: Hashable, *, may_put_off: bool = False) -> int | None:
         """The size to use; if it is not captured yet, it is wanted now. None: no graph can be had.

@@ -14,7 +14,7 @@ Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -25,7 +25,7 @@ import torch
 from tokenmill.attention.base import StepLayout
 from tokenmill.messages import IntArray, LongArray, StepPlan
 from tokenmill.runner.batch import Rows, positions
-from tokenmill.runner.capture import at_least
+from tokenmill.runner.capture import FIRST_CAPTURE_SECONDS, at_least
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
 from tokenmill.sampling import SamplingNeeds, sample
@@ -35,10 +35,9 @@ _Ints = TypeVar("_Ints", IntArray, torch.Tensor)
 _log = logging.getLogger("tokenmill")
 
 # Capturing a step costs about as much as launching it kernel by kernel. Long ones are captured at once, short
-# ones, which may be the only request of somebody, when they come again; where a larger graph serves
-# meanwhile, only after so many steps.
+# ones, which may be the only request of somebody, when they come again. Where a larger graph serves, a shape
+# gets its own when the padding of its steps has taken as long as a capture.
 _STEPS_BEFORE_CAPTURE = 1
-_PADDED_STEPS_BEFORE_CAPTURE = 5
 # A graph holds some memory of the device; those of the first shapes stay.
 _MOST_GRAPHS = 128
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
@@ -56,7 +55,7 @@ _LONG_STEP = 1024
 # What decides which kernel takes the prompts: one of so many tokens, or a row of which so much more is there.
 _LONG_QUERY = 1024
 _LONG_PREFIX = 4  # times the tokens of the longest prompt
-# Until a shape has a graph of its own, a larger one may serve: so much padding costs less than the launches.
+# A larger graph may serve: so much padding costs less than the launches.
 _PADDING_SECONDS = 0.005
 
 
@@ -76,6 +75,11 @@ class StepShape:
     @property
     def rows(self) -> int:
         return self.decodes + self.prompts
+
+    @property
+    def size(self) -> int:
+        """What the time of a step grows with."""
+        return self.tokens + self.rows
 
     def holds(self, other: StepShape) -> bool:
         """Whether its graph may run steps of the other shape."""
@@ -119,11 +123,13 @@ class PromptGraphs:
         self._executor = executor
         self._rows = rows
         self._recorder = recorder
+        self._row_seconds = row_seconds
         self._most_tokens = min(_TOKENS[-1], int(_LAUNCH_SECONDS / row_seconds))
-        self._most_padding = int(_PADDING_SECONDS / row_seconds)
         self._most_rows = most_rows
         self._has_memory = True  # for more graphs
-        self._steps: Counter[StepShape] = Counter()
+        self._capture_seconds = FIRST_CAPTURE_SECONDS  # what a capture takes, by the last one
+        self._steps: Counter[StepShape] = Counter()  # launched kernel by kernel
+        self._padding_seconds: defaultdict[StepShape, float] = defaultdict(float)  # of steps in larger graphs
         self._graphs: dict[StepShape, _Captured] = {}
 
     def replay(
@@ -181,18 +187,27 @@ class PromptGraphs:
     def _captured_shape(self, shape: StepShape) -> StepShape | None:
         """A shape that has a graph, with room for all of the given one, which may get its own now."""
         if shape not in self._graphs:
-            self._steps[shape] += 1
             larger = self._larger(shape)
-            if (
-                self._steps[shape] <= _steps_before_capture(shape, larger)
-                or len(self._graphs) >= _MOST_GRAPHS
-            ):
+            if not self._is_due(shape, larger) or len(self._graphs) >= _MOST_GRAPHS:
                 return larger
             captured = self._unless_full(lambda: self._capture(shape), shape)
             if captured is None:
                 return larger
             self._graphs[shape] = captured
+            self._capture_seconds = captured.graph.seconds
         return shape
+
+    def _is_due(self, shape: StepShape, larger: StepShape | None) -> bool:
+        """Whether a shape that has come now gets a graph of its own; a larger one may serve instead."""
+        if larger is None:
+            self._steps[shape] += 1
+            return shape.tokens >= _LONG_STEP or self._steps[shape] > _STEPS_BEFORE_CAPTURE
+        self._padding_seconds[shape] += self._padding(shape, larger)
+        return self._padding_seconds[shape] >= self._capture_seconds
+
+    def _padding(self, shape: StepShape, larger: StepShape) -> float:
+        """Seconds that a step takes longer in a larger graph, roughly."""
+        return (larger.size - shape.size) * self._row_seconds
 
     def _draw(self, shape: StepShape, needs: SamplingNeeds) -> Graph[torch.Tensor] | None:
         """The graph that draws behind a captured step; None: there is no memory for it."""
@@ -218,14 +233,12 @@ class PromptGraphs:
     def _larger(self, shape: StepShape) -> StepShape | None:
         """The smallest captured shape with room for another one, where that is not too much of it."""
         fitting = (each for each in self._graphs if each.holds(shape))
-        best = min(fitting, key=lambda each: each.tokens + each.rows, default=None)
-        if best is None or best.tokens + best.rows - shape.tokens - shape.rows > self._most_padding:
-            return None
-        return best
+        best = min(fitting, key=lambda each: each.size, default=None)
+        return None if best is None or self._padding(shape, best) > _PADDING_SECONDS else best
 
     def _capture(self, shape: StepShape) -> _Captured:
         """Record the step on the spare row."""
-        inputs = self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot))
+        inputs = self._rows.to_device(spare_inputs(shape, self._rows.spare_slot))
         graph = self._recorder.record(
             lambda: prompt_step(self._executor, self._rows, inputs, shape), str(shape)
         )
@@ -235,24 +248,18 @@ class PromptGraphs:
         self, captured: _Captured, shape: StepShape, needs: SamplingNeeds
     ) -> Graph[torch.Tensor]:
         """Record the draw behind a step."""
-        spare_inputs = self._rows.to_device(_spare_inputs(shape, self._rows.spare_slot))
+        blank = self._rows.to_device(spare_inputs(shape, self._rows.spare_slot))
         _, rows_R, _ = _views(captured.inputs, shape)
         return self._recorder.record(
             lambda: draw_step(self._executor, self._rows, captured.graph.made, rows_R.to(torch.int64), needs),
             f"the draw of {shape.rows} rows, {needs}",
-            before_it_runs=lambda: captured.inputs.copy_(spare_inputs),  # those of now have gone on
+            before_it_runs=lambda: captured.inputs.copy_(blank),  # those of now have gone on
         )
-
-
-def _steps_before_capture(shape: StepShape, larger: StepShape | None) -> int:
-    if larger is not None:
-        return _PADDED_STEPS_BEFORE_CAPTURE
-    return 0 if shape.tokens >= _LONG_STEP else _STEPS_BEFORE_CAPTURE
 
 
 def pack(plan: StepPlan, shape: StepShape, *, spare_slot: int) -> IntArray:
     """What `prompt_step` reads of a plan that fits into the shape."""
-    inputs = _spare_inputs(shape, spare_slot)
+    inputs = spare_inputs(shape, spare_slot)
     tokens_T, rows_R, starts_P = _views(inputs, shape)
     num_tokens, ends = int(plan.counts.sum()), np.cumsum(plan.counts)
     tokens_T[0, :num_tokens] = np.repeat(plan.slots, plan.counts)
@@ -271,7 +278,7 @@ def pack(plan: StepPlan, shape: StepShape, *, spare_slot: int) -> IntArray:
     return inputs
 
 
-def _spare_inputs(shape: StepShape, spare_slot: int) -> IntArray:
+def spare_inputs(shape: StepShape, spare_slot: int) -> IntArray:
     """Inputs of a step of the spare row, all of whose tokens are one prompt."""
     inputs = np.zeros(shape.num_inputs, dtype=np.int32)
     tokens_T, rows_R, starts_P = _views(inputs, shape)

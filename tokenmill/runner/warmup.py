@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tokenmill.attention.triton_backend import MANY_TOKENS
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
-from tokenmill.kernels.sharing import MANY_HEADS, most_pieces
+from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
@@ -25,6 +26,7 @@ from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import decode_draw, decode_forward, decode_logits
 from tokenmill.runner.hardware import Placement
 from tokenmill.runner.mailbox import Mailbox
+from tokenmill.runner.prompt_graphs import StepShape, prompt_step, spare_inputs
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
@@ -64,8 +66,9 @@ class Scout:
     def __init__(self, spec: ModelSpec, *, config: EngineConfig, placement: Placement) -> None:
         self._placement = placement
         self._context_length = spec.context_length
-        # So many that their pieces are put together by smaller programs, and not so many yet that by others.
-        self._many_rows = -(-MANY_HEADS // max(layer.num_heads for layer in spec.attention))
+        # The fewest rows whose pieces are put together by smaller programs, and by those for several heads.
+        num_heads = max(layer.num_heads for layer in spec.attention)
+        self._many_rows, self._most_rows = -(-MANY_HEADS // num_heads), -(-MOST_HEADS // num_heads)
         self._may_have_grammars = placement.attention_backend == "triton" and not config.skip_tokenizer_init
         # Two, because only the first layer has none before it.
         layers = tuple(dict.fromkeys(spec.attention)) * 2
@@ -132,6 +135,9 @@ class Scout:
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind())
+            for size in (self._many_rows, self._most_rows):
+                if size <= most:
+                    self._prefill(size)
             if self._may_have_grammars:
                 self._mask()
         _log.debug("compiling %d kernels", compilation.num_kernels)
@@ -175,6 +181,21 @@ class Scout:
         forwarded = decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
         decode_draw(self._executor, self._rows, forwarded, needs, self._mailbox)
         self._forget_tokens()
+
+    def _prefill(self, num_prompts: int) -> None:
+        """A step of so many prompts as it is captured, so long that their last tokens are read like rows."""
+        if self._placement.attention_backend != "triton":
+            return
+        shape = StepShape(
+            tokens=max(MANY_TOKENS, num_prompts),
+            decodes=0,
+            prompts=num_prompts,
+            long_queries=False,
+            long_prefixes=False,
+            kind=StepKind(SHORT_KEYS),
+        )
+        inputs = self._rows.to_device(spare_inputs(shape, self._rows.spare_slot))
+        prompt_step(self._executor, self._rows, inputs, shape)
 
     def _mask(self) -> None:
         """Masks as grammars want them; the smallest step knows the kernel for all of them."""
