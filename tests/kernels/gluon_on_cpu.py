@@ -124,16 +124,19 @@ class Descriptor:
         self.source = np.lib.stride_tricks.as_strided(
             pointer.storage[int(pointer.places) :], shape, [4 * stride for stride in strides], writeable=False
         )
-        self.block, self.layout, self.dtype = block, None, pointer.storage.dtype
+        self.base, self.block_shape, self.layout, self.padding = base, block, None, "zero"
+        self.dtype = pointer.storage.dtype
         self.block_type = SimpleNamespace(nbytes=2 * int(np.prod(block)))
 
 
 def _copy(tiles: Descriptor, start: list[Any], barrier: Barrier, place: Shared) -> None:
     """A box of the source; zero past its ends."""
-    box = np.zeros(tiles.block, tiles.dtype)
+    box = np.zeros(tiles.block_shape, tiles.dtype)
     begins = [int(at) for at in start]
     assert all(begin >= 0 for begin in begins)
-    found = tiles.source[tuple(slice(at, at + size) for at, size in zip(begins, tiles.block, strict=True))]
+    found = tiles.source[
+        tuple(slice(at, at + size) for at, size in zip(begins, tiles.block_shape, strict=True))
+    ]
     box[tuple(slice(0, size) for size in found.shape)] = found
     place.store(box)
     barrier.change(0, -tiles.block_type.nbytes)

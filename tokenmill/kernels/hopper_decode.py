@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import (
     PANEL,
     are_tiles,
@@ -84,7 +85,9 @@ def attend(
     group = num_heads // num_kv_heads
     tiling = decode_tiling(head_dim)
     queries = -(-group // QUERIES) * QUERIES
-    _decode_kernel[(num_kv_heads, runs.shape.num_runs)](
+    launch(
+        _decode_kernel,
+        (num_kv_heads, runs.shape.num_runs),
         _query_tiles(q_RHD, queries),
         page_tiles(rows.key_cache_NBKD),
         page_tiles(rows.value_cache_NBKD),

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.sizes import ceil_div
 from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
@@ -180,7 +181,9 @@ def product(
         ceil_div(num_rows, tiling.rows),
         tiling.pieces,
     )
-    _product_kernel[grid](
+    launch(
+        _product_kernel,
+        grid,
         _tiles(x_NI, [tiling.rows, tiling.inputs]),
         _tiles(weight_OI, [tiling.outputs // halves, tiling.inputs]),
         _tiles(weight_OI, [tiling.more // halves, tiling.inputs]) if tiling.more else None,

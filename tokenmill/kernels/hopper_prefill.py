@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import are_tiles, can_be_copied, clear_past, copy_tokens, page_tiles
 from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, num_processors
 
@@ -93,7 +94,9 @@ def prefill(
     tiling = hopper_tiling(longest_query)
     num_tiles = num_kv_heads * (num_tokens * group // (tiling.groups * 64) + num_rows)
     num_programs = min(num_tiles, num_processors(q_THD.device)) if tiling.persistent else num_tiles
-    _prefill_kernel[(num_programs,)](
+    launch(
+        _prefill_kernel,
+        (num_programs,),
         q_THD,
         _step_tiles(k_TKD, tiling.keys),
         _step_tiles(v_TKD, tiling.keys),

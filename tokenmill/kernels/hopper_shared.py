@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import are_tiles, copy_tokens, page_tiles
 from tokenmill.kernels.hopper_prefill import GROUP_QUERIES, STEP_LAYOUT, attend_tiles, make_barriers
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes
@@ -67,7 +68,9 @@ def attend(
     _, num_heads, head_dim = q_RHD.shape
     num_kv_heads = rows.key_cache_NBKD.shape[2]
     tiling = hopper_tiling(head_dim)
-    _shared_kernel[(num_processors(q_RHD.device),)](
+    launch(
+        _shared_kernel,
+        (num_processors(q_RHD.device),),
         q_RHD,
         page_tiles(rows.key_cache_NBKD),
         page_tiles(rows.value_cache_NBKD),

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels import triton_decode
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.runs import RunPieces, Runs, RunShape
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_attention import (
@@ -138,7 +139,9 @@ def decode(
         hopper_decode.attend(q_RHD, rows, runs, scale=scale, are_new=are_new, pieces=pieces, out_RHD=out_RHD)
     else:
         _attend(q_RHD, rows, runs, scale=scale, pieces=pieces, out_RHD=out_RHD)
-    _join_kernel[(num_heads, num_runs)](
+    launch(
+        _join_kernel,
+        (num_heads, num_runs),
         pieces.parts_KP2GD,
         pieces.logs_KP2G,
         runs.cuts_3P,
@@ -163,7 +166,9 @@ def _attend(
 ) -> None:
     """Write the answers of rows that lie in one run, and leave the pieces of the others."""
     num_kv_heads = rows.key_cache_NBKD.shape[2]
-    _balanced_kernel[(num_kv_heads, runs.shape.num_runs)](
+    launch(
+        _balanced_kernel,
+        (num_kv_heads, runs.shape.num_runs),
         q_RHD,
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,

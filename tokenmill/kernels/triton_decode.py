@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.sharing import ITEM_FIELDS, MANY_HEADS, MOST_HEADS, SharedPrefixes, most_pieces
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_attention import (
@@ -135,7 +136,9 @@ def _attend_shared(
         return
     tiling = shared_tiling(head_dim, q_RHD.element_size())
     block_dim = block_of(head_dim)
-    _shared_kernel[(SHARED_PROGRAMS,)](
+    launch(
+        _shared_kernel,
+        (SHARED_PROGRAMS,),
         q_RHD,
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
@@ -182,7 +185,9 @@ def _attend_own(
     group = num_heads // num_kv_heads
     block_dim, block_group = block_of(head_dim * fold), block_of(group * fold)
     tiling = own_tiling(block_dim, block_group, q_RHD.element_size(), beside_shared=shared is not None)
-    _own_kernel[(num_kv_heads // fold, splits[0], num_rows)](
+    launch(
+        _own_kernel,
+        (num_kv_heads // fold, splits[0], num_rows),
         q_RHD,
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
@@ -234,7 +239,9 @@ def _combine(
     many = num_rows * num_heads >= MANY_HEADS
     are_most = num_rows * num_heads >= MOST_HEADS and room <= FEW_PIECES
     heads = HEADS_AT_ONCE if are_most else 1
-    _combine_kernel[(ceil_div(num_heads, heads), num_rows)](
+    launch(
+        _combine_kernel,
+        (ceil_div(num_heads, heads), num_rows),
         pieces.parts_RHPD,
         pieces.logs_RHP,
         lengths_R,

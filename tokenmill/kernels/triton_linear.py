@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.operands import Norm
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
@@ -72,7 +73,9 @@ def _multiply(
     total_NI = None if norm is None else torch.empty((num_rows, size), dtype=x_NI.dtype, device=x_NI.device)
     assert x_NI.stride(1) == 1
     assert weight_OI.is_contiguous()
-    _linear_kernel[(ceil_div(num_outputs, tiling.outputs),)](
+    launch(
+        _linear_kernel,
+        (ceil_div(num_outputs, tiling.outputs),),
         x_NI,
         residual_NI,
         None if norm is None else norm.weight_I,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
@@ -21,7 +22,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     x_OID = _two_leading_dimensions(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiling = _tiling(x)
-    _rms_norm_kernel[tiling.grid](
+    launch(
+        _rms_norm_kernel,
+        tiling.grid,
         x_OID,
         weight,
         out,
@@ -48,7 +51,9 @@ def add_rms_norm(
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
     tiling = _tiling(residual)
-    _add_rms_norm_kernel[tiling.grid](
+    launch(
+        _add_rms_norm_kernel,
+        tiling.grid,
         x_OID,
         residual_OID,
         weight,

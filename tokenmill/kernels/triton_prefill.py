@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.sizes import next_power_of_2
 from tokenmill.kernels.triton_attention import (
     COPY_ALIGNMENT,
@@ -118,7 +119,9 @@ def _prefill(
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
     block_dim = max(16, next_power_of_2(head_dim))
-    _prefill_kernel[(num_kv_heads, num_tokens * group // tiling.queries + num_rows)](
+    launch(
+        _prefill_kernel,
+        (num_kv_heads, num_tokens * group // tiling.queries + num_rows),
         q_THD,
         k_TKD,
         v_TKD,

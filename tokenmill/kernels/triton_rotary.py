@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
@@ -67,7 +68,9 @@ def rotate_and_store(
     half = cos_TR.shape[1]
     block_half = next_power_of_2(half)
     block_heads = min(next_power_of_2(all_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * block_half)))
-    _rotate_and_store_kernel[(num_tokens, ceil_div(all_heads, block_heads))](
+    launch(
+        _rotate_and_store_kernel,
+        (num_tokens, ceil_div(all_heads, block_heads)),
         qkv_TSD,
         cos_TR,
         sin_TR,
