@@ -129,35 +129,9 @@ def test_a_process_that_is_forked_within_a_block_collects() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_imported_is_put_aside_where_there_is_little_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_FEW_OBJECTS", 10**9)
-    try:
-        with garbage.imports_set_aside():
-            many = [[] for _ in range(1000)]
-            assert not gc.isenabled()
-        assert gc.isenabled()
-        assert not {id(each) for each in gc.get_objects()}.intersection(map(id, many))
-    finally:
-        gc.unfreeze()
-
-
-def test_beside_much_else_it_is_only_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_FEW_OBJECTS", 0)
-    with garbage.imports_set_aside():
-        many = [[] for _ in range(1000)]
+def test_what_was_imported_is_not_looked_through_by_young_collections() -> None:
+    many = [[] for _ in range(1000)]
+    garbage.make_old()
     young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
     assert not young.intersection(map(id, many))
-    assert {id(each) for each in gc.get_objects()}.issuperset(map(id, many))
     assert gc.get_freeze_count() == 0
-
-
-def test_a_collection_after_the_first_start_does_not_look_at_torch() -> None:
-    script = """
-        import gc, tokenmill
-        engine = tokenmill.Engine(model_path="tiny", skip_tokenizer_init=True)
-        assert len(gc.get_objects()) < 50_000, len(gc.get_objects())
-        assert gc.get_freeze_count() > 50_000
-        engine.shutdown()
-    """
-    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

@@ -11,10 +11,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 _COLLECTION_SECONDS = 60.0
-_FEW_OBJECTS = 100_000
 
 
 class _Holds:
@@ -81,19 +79,11 @@ def collect_if_due() -> None:
     _holds.collect_if_due()
 
 
-@contextlib.contextmanager
-def imports_set_aside() -> Iterator[None]:
-    """A block that imports much that stays: the collector does not look at that again.
+def make_old() -> None:
+    """Count all objects that there are among the oldest, through which the collector looks most seldom.
 
-    Looking through torch takes up to a quarter of a second, at any time. What is put aside is all that there
-    is, and cycles among it that die later are never freed. So where a program has many objects already, they
-    are only counted among the oldest, through which the collector looks most seldom.
+    It would find that out by looking through all of them three times.
     """
-    has_few = len(gc.get_objects()) <= _FEW_OBJECTS
-    with uncollected():
-        yield
-    if has_few:
-        gc.freeze()
-    elif gc.get_freeze_count() == 0:  # else somebody else has put some aside for good
+    if gc.get_freeze_count() == 0:  # else somebody else has put some aside for good
         gc.freeze()
         gc.unfreeze()

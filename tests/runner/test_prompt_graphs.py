@@ -83,7 +83,7 @@ def test_long_steps_give_the_tokens_of_transformers(
 
     monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 1)
     monkeypatch.setattr(prompt_graphs, "_DECODES_OF_LONG", (0, 8))
-    monkeypatch.setattr(prompt_graphs, "_PROMPTS_OF_LONG", (8, 16))
+    monkeypatch.setattr(prompt_graphs, "PROMPTS_OF_LONG", (8, 16))
     monkeypatch.setattr(triton_backend, "MANY_TOKENS", 1)
     folder, lengths = make_model("qwen3", num_hidden_layers=1), [3, 2, 4, 3, 1, 2]
     assert generate(folder, prompts(6), lengths) == [

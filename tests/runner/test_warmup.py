@@ -81,15 +81,22 @@ def test_a_scout_runs_every_kind_of_step(
 
 
 @pytest.mark.parametrize(
-    ("max_running_requests", "together"), [(511, set()), (512, {512}), (1024, {512, 1024})]
+    ("placed", "together"),
+    [
+        ({"max_running_requests": 8, "max_step_tokens": 8192}, {8, 64}),
+        ({"max_running_requests": 100, "max_step_tokens": 8192}, {64, 100, 256}),
+        ({"max_running_requests": 800, "max_step_tokens": 8192}, {64, 256, 512, 800, 1024}),
+        ({"max_running_requests": 2048, "max_step_tokens": 8192}, {64, 256, 512, 1024}),
+        ({"max_running_requests": 800, "max_step_tokens": 512}, set()),
+    ],
 )
 def test_a_scout_runs_steps_of_many_prompts(
     make_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
-    max_running_requests: int,
+    placed: dict[str, int],
     together: set[int],
 ) -> None:
-    """With four heads a row, 2,048 and 4,096 of them are put together by kernels of their own."""
+    """Rooms of graphs, and with four heads a row where 2,048 and 4,096 of them have kernels of their own."""
     prompts: set[int] = set()
 
     def forward(
@@ -101,7 +108,7 @@ def test_a_scout_runs_steps_of_many_prompts(
 
     monkeypatch.setattr(Executor, "forward", forward)
     with torch.inference_mode():
-        scout(make_model(), context_length=64, max_running_requests=max_running_requests).compile().wait()
+        scout(make_model(), context_length=64, **placed).compile().wait()
     assert prompts == together
 
 

@@ -50,7 +50,7 @@ _DECODES = (0, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PROMPTS = (4, 16, 64, 256, 1024)
 # A long step has room for many more rows at little cost, so few graphs serve all.
 _DECODES_OF_LONG = (0, 256, 1024, 2048, 4096, 8192)
-_PROMPTS_OF_LONG = (64, 256, 1024)
+PROMPTS_OF_LONG = (64, 256, 1024)
 _LONG_STEP = 1024
 # What decides which kernel takes the prompts: one of so many tokens, or a row of which so much more is there.
 _LONG_QUERY = 1024
@@ -176,7 +176,7 @@ class PromptGraphs:
         return StepShape(
             tokens=tokens,
             decodes=min(tokens, self._most_rows, decodes),
-            prompts=at_least(_PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
+            prompts=at_least(PROMPTS_OF_LONG if is_long else _PROMPTS, num_prompts + 1),
             long_queries=long_queries,
             long_prefixes=long_queries or longest >= _LONG_PREFIX * longest_query,
             kind=step_kind(self._rows, plan),

@@ -21,12 +21,13 @@ from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
+from tokenmill.runner.capture import at_least
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import decode_draw, decode_forward, decode_logits
 from tokenmill.runner.hardware import Placement
 from tokenmill.runner.mailbox import Mailbox
-from tokenmill.runner.prompt_graphs import StepShape, prompt_step, spare_inputs
+from tokenmill.runner.prompt_graphs import PROMPTS_OF_LONG, StepShape, prompt_step, spare_inputs
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import SHORT_KEYS, StepKind
 from tokenmill.sampling import SamplingNeeds
@@ -135,9 +136,7 @@ class Scout:
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind())
-            for size in (self._many_rows, self._most_rows):
-                if size <= most:
-                    self._prefill(size)
+            self._prefill_many()
             if self._may_have_grammars:
                 self._mask()
         _log.debug("compiling %d kernels", compilation.num_kernels)
@@ -182,10 +181,24 @@ class Scout:
         decode_draw(self._executor, self._rows, forwarded, needs, self._mailbox)
         self._forget_tokens()
 
-    def _prefill(self, num_prompts: int) -> None:
-        """A step of so many prompts as it is captured, so long that their last tokens are read like rows."""
-        if self._placement.attention_backend != "triton":
+    def _prefill_many(self) -> None:
+        """Steps so long that the last tokens of their prompts are read as rows are, and pieces put together.
+
+        A graph has room for more prompts than may run; without one there are as many as there are.
+        """
+        placement = self._placement
+        if placement.attention_backend != "triton" or placement.deterministic:
             return
+        if placement.max_step_tokens < MANY_TOKENS:
+            return
+        most = placement.max_running_requests
+        largest = at_least(PROMPTS_OF_LONG, min(most + 1, PROMPTS_OF_LONG[-1]))
+        rooms = (size for size in PROMPTS_OF_LONG if size <= largest)
+        for size in sorted({*rooms, min(self._many_rows, most), min(self._most_rows, most)}):
+            self._prefill(size)
+
+    def _prefill(self, num_prompts: int) -> None:
+        """A step of so many prompts as it is captured, all on the spare row."""
         shape = StepShape(
             tokens=max(MANY_TOKENS, num_prompts),
             decodes=0,
