@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tokenmill.kernels.sharing import SharingCosts, most_pieces
+from tokenmill.runner import forest
 from tokenmill.runner.forest import Cut, Forest, Found, RowTables, cut_segments, find_segments
 
 pytestmark = pytest.mark.cpu
@@ -223,6 +224,40 @@ def test_long_items_come_first_and_short_ones_fill_up(seed: int) -> None:
     assert (np.diff(keys_I) <= 0).all()
     busiest, share = busiest_and_share(cut, HOPPER)
     assert busiest < 1.1 * share + keys_I.max() / 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_length_of_items_is_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against all lengths that cut the longest segment into equal parts: one segment above others."""
+    draw = random.Random(seed)
+    rows, above = [], range(10**6, 10**6 + draw.choice((0, 0, 64, 128)))
+    for group in range(draw.randint(1, 40)):
+        pages = [*above, *range(1000 * group, 1000 * group + draw.choice((32, draw.randint(8, 200))))]
+        rows += [pages] * draw.randint(2, 12)
+    full = [len(pages) for pages in rows]
+    tables = tables_of(rows, full, num_slots=len(rows), seed=seed)
+
+    def seconds() -> float:
+        cut = cut_of(tables, page_size=16, costs=HOPPER, max_pieces=most_pieces(len(rows)))
+        assert cut is not None
+        turns = -(-len(cut.items_IF) * HOPPER.key_heads // HOPPER.programs)
+        return busiest_and_share(cut, HOPPER)[0] + forest.ITEM_KEYS * turns if turns <= 8 else np.inf
+
+    chosen = seconds()
+    least = max(full) * 16 // (most_pieces(len(rows)) - 4) + 1
+    for parts in range(1, 17):
+        longest = max(stop - first for each in found_in(tables) for first, stop in each)
+        split = -(-max(-(-longest // parts), least) // 128) * 128
+        monkeypatch.setattr(forest, "_split_keys", lambda *_, split=split: split)
+        assert chosen <= seconds() or chosen == np.inf
+
+
+def found_in(tables: RowTables) -> list[list[tuple[int, int]]]:
+    """The keys of each segment, level by level."""
+    return [
+        list(zip((16 * each.first_G).tolist(), (16 * each.stop_G).tolist(), strict=True))
+        for each in find_segments(tables, page_size=16, costs=HOPPER)
+    ]
 
 
 def test_pieces_are_not_made_for_nothing() -> None:

@@ -235,35 +235,47 @@ def _split_keys(
     """Keys of an item: of those with which every row has room for its pieces, what takes least time."""
     keys_G = np.concatenate([groups.stop_G - groups.first_G for groups in segments]) * page_size
     sizes_G = np.concatenate([groups.sizes_G for groups in segments])
-    work = int(-(-sizes_G // costs.rows_per_item) @ keys_G)
+    tiles_G = -(-sizes_G // costs.rows_per_item)
     # As if it were all one segment, which is cut into as many items as there are programs; and equal parts of
     # the longest segment.
     candidates = np.append(
-        -(-work * costs.key_heads // costs.programs),
+        -(-int(tiles_G @ keys_G) * costs.key_heads // costs.programs),
         -(-keys_G.max() // np.arange(1, MAX_EQUAL_PARTS + 1)),
     )
     least = longest // (max_pieces - MAX_SEGMENTS) + 1
-    split_S = -(-np.maximum(candidates, least) // costs.shortest_split) * costs.shortest_split
-    return int(split_S[np.argmin(_times(split_S, keys_G, sizes_G, costs))])
+    splits: list[int] = (
+        -(-np.maximum(candidates, least) // costs.shortest_split) * costs.shortest_split
+    ).tolist()
+    turns = {split: _num_turns(split, keys_G, tiles_G, costs) for split in dict.fromkeys(splits)}
+    possible = [split for split, number in turns.items() if split == splits[0] or number <= MAX_TURNS]
+    times = {split: _item_time(split, turns[split], keys_G, sizes_G, costs) for split in possible}
+    return min(times, key=times.__getitem__)
 
 
-def _times(
-    split_S: LongArray, keys_G: LongArray, sizes_G: LongArray, costs: SharingCosts
-) -> NDArray[np.float64]:
+def _num_turns(split: int, keys_G: LongArray, tiles_G: LongArray, costs: SharingCosts) -> int:
+    """How often the first program takes an item of so many keys."""
+    return -(-int(tiles_G @ -(-keys_G // split)) * costs.key_heads // costs.programs)
+
+
+def _item_time(
+    split: int, num_turns: int, keys_G: LongArray, sizes_G: LongArray, costs: SharingCosts
+) -> float:
     """About how long items of so many keys take, as keys that a program goes through.
 
-    Programs take items by turns: a few more items than there are programs take twice the time. The first of
-    these sizes is always possible; others, unless they make too many items.
+    Programs take items by turns, the longest first, so the first one has most. A few more items than programs
+    take twice the time.
     """
     tiles_G = -(-sizes_G // costs.rows_per_item)
-    splits_GS = -(-keys_G[:, None] // split_S)
-    items_S = tiles_G @ splits_GS
-    turns_S = -(-items_S * costs.key_heads // costs.programs)
-    busiest_S = np.maximum(turns_S * (tiles_G @ keys_G) / items_S, np.minimum(split_S, keys_G.max()))
+    whole_G, rest_G = np.divmod(keys_G, split)
+    order_G = np.argsort(-rest_G)
+    length_L = np.append(split, rest_G[order_G])
+    stop_L = np.cumsum(np.append(tiles_G @ whole_G, (tiles_G * (rest_G > 0))[order_G]))
+    item_T = np.arange(num_turns) * costs.programs // costs.key_heads  # that the first program takes
+    busiest = int(length_L[np.searchsorted(stop_L, item_T, side="right")].sum())
     # The cost of a piece is told in keys that a row reads alone. Those of an item go twice as fast.
-    pieces_S = 2 * costs.piece_keys * (sizes_G @ splits_GS) * costs.key_heads / costs.programs
-    is_possible_S = turns_S <= max(MAX_TURNS, turns_S[0])
-    return np.where(is_possible_S, busiest_S + turns_S * ITEM_KEYS + pieces_S, np.inf)
+    num_pieces = int(sizes_G @ (whole_G + (rest_G > 0)))
+    pieces = 2 * costs.piece_keys * num_pieces * costs.key_heads / costs.programs
+    return busiest + num_turns * ITEM_KEYS + pieces
 
 
 @dataclass(frozen=True, slots=True)
