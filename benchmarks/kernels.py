@@ -238,7 +238,10 @@ def tune_decode() -> None:
 
 
 # Groups, rows of each, keys that a group shares, keys of each row alone.
-FORESTS = [(1, 512, 2048, 96), (64, 8, 2048, 96), (8, 8, 512, 512), (1, 16, 8192, 96), (1, 2, 8192, 96)]
+FORESTS = [
+    *((1, 512, 2048, 96), (64, 8, 2048, 96), (8, 8, 512, 512), (1, 16, 8192, 96), (1, 2, 8192, 96)),
+    *((12, 16, 2048, 32), (5, 50, 4096, 128)),  # a few more items than programs, if cut without care
+]
 
 
 def shared_rows(
