@@ -66,6 +66,7 @@ def ids(draw: random.Random, count: int) -> list[int]:
 JOBS: dict[str, Callable[[], list[Request]]] = {
     "one_token": lambda: plain(8192, (32, 96), (1, 1)),
     "short": lambda: plain(8192, (32, 96), (4, 12)),
+    "many_rows": lambda: plain(2000, (10, 30), (10, 30)),
     "few_shot": lambda: groups(1, 4096, common=1500, own=100, outputs=8),
     "groups": lambda: groups(64, 16, common=1024, own=64, outputs=64),
     "tree": tree,
