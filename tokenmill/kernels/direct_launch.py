@@ -34,7 +34,7 @@ def launch(function: Any, grid: tuple[int, ...], /, *operands: Any, **options: A
     """
     key = (id(function), tuple([_kind(operand) for operand in operands]), *options.items())
     compiled = _COMPILED.get(key)
-    if compiled is not None:
+    if compiled is not None:  # it takes all parameters in order, as Triton gives them to it (3.6 and 3.7)
         compiled.kernel[(*grid, 1, 1)[:3]](*operands, *compiled.constants)
         return
     kernel = function[grid](*operands, **options)
