@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -69,14 +70,14 @@ def main() -> None:
     for title, (modules, call) in calls().items():
         cells = []
         for way in (by_triton, launch, nothing):
-            patches = [mock.patch.object(module, "launch", way) for module in modules]
-            for patch in patches:
-                patch.start()
-            with replayed():  # as in a capture, where products of a few rows are by tiles
+            with (
+                ExitStack() as patches,
+                replayed(),
+            ):  # as in a capture, where products of a few rows are by tiles
+                for module in modules:
+                    patches.enter_context(mock.patch.object(module, "launch", way))
                 call()
                 cells.append(microseconds(call))
-            for patch in patches:
-                patch.stop()
         print(f"{title:<26}", *(f"{cell:8.1f}" for cell in cells), flush=True)
 
 

@@ -134,9 +134,8 @@ def _copy(tiles: Descriptor, start: list[Any], barrier: Barrier, place: Shared) 
     box = np.zeros(tiles.block_shape, tiles.dtype)
     begins = [int(at) for at in start]
     assert all(begin >= 0 for begin in begins)
-    found = tiles.source[
-        tuple(slice(at, at + size) for at, size in zip(begins, tiles.block_shape, strict=True))
-    ]
+    ends = [at + size for at, size in zip(begins, tiles.block_shape, strict=True)]
+    found = tiles.source[tuple(map(slice, begins, ends))]
     box[tuple(slice(0, size) for size in found.shape)] = found
     place.store(box)
     barrier.change(0, -tiles.block_type.nbytes)

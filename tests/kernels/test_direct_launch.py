@@ -83,9 +83,7 @@ def test_what_is_compiled_otherwise_is_searched(other: tuple[Any, Any, dict[str,
 
 
 def tiles(block: list[int], layout: str = "128 bytes", base: torch.Tensor = BYTES) -> Any:
-    return SimpleNamespace(
-        base=base, shape=[8, 8], strides=[8, 1], block_shape=block, layout=layout, padding="zero"
-    )
+    return SimpleNamespace(base=base, block_shape=block, layout=layout, padding="zero")
 
 
 def test_tiles_are_told_apart_by_size_type_and_layout() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tokenmill.kernels.sharing import SharingCosts, most_pieces
-from tokenmill.runner import forest
-from tokenmill.runner.forest import Cut, Forest, Found, RowTables, cut_segments, find_segments
+from tokenmill.runner.forest import ITEM_KEYS, Cut, Forest, Found, RowTables, cut_segments, find_segments
 
 pytestmark = pytest.mark.cpu
 FREE = SharingCosts(
@@ -241,14 +240,14 @@ def test_no_other_length_of_items_is_better(seed: int, monkeypatch: pytest.Monke
         cut = cut_of(tables, page_size=16, costs=HOPPER, max_pieces=most_pieces(len(rows)))
         assert cut is not None
         turns = -(-len(cut.items_IF) * HOPPER.key_heads // HOPPER.programs)
-        return busiest_and_share(cut, HOPPER)[0] + forest.ITEM_KEYS * turns if turns <= 8 else np.inf
+        return busiest_and_share(cut, HOPPER)[0] + ITEM_KEYS * turns if turns <= 8 else np.inf
 
     chosen = seconds()
     least = max(full) * 16 // (most_pieces(len(rows)) - 4) + 1
     for parts in range(1, 17):
         longest = max(stop - first for each in found_in(tables) for first, stop in each)
         split = -(-max(-(-longest // parts), least) // 128) * 128
-        monkeypatch.setattr(forest, "_split_keys", lambda *_, split=split: split)
+        monkeypatch.setattr("tokenmill.runner.forest._split_keys", lambda *_, split=split: split)
         assert chosen <= seconds() or chosen == np.inf
 
 

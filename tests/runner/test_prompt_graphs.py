@@ -241,9 +241,8 @@ def test_a_larger_graph_serves_on_where_a_draw_finds_no_memory(
     make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_LONG_STEP", 16)
-    graphs_on_the_cpu.capture_seconds = (
-        1.5 * 32e-6
-    )  # as long as it takes to pad 32 to 64 tokens, and half of that
+    # As long as it takes to pad 32 tokens to 64, and half of that.
+    graphs_on_the_cpu.capture_seconds = 1.5 * 32e-6
     folder = make_model("llama", num_hidden_layers=1)
     with uncached(folder) as engine:
         # 20 and 21 are of one shape, which gets its own graph when it comes again, but none for its draw.
@@ -275,9 +274,8 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
-    graphs_on_the_cpu.capture_seconds = (
-        2.5 * 16e-6
-    )  # a microsecond for each token from 16 to 32, and a third time
+    # As long as it takes to pad 16 tokens to 32 twice, and half of that.
+    graphs_on_the_cpu.capture_seconds = 2.5 * 16e-6
     folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts(6)
     greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     with uncached(folder) as engine:

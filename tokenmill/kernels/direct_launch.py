@@ -3,7 +3,7 @@
 A step launches some ten kernels in each layer, those of one layer as those of another but for addresses. A
 launch by Triton takes the host 20 to 70 microseconds, of which looking at the operands, to find the compiled
 kernel for them, is 17 to 38 % (benchmarks/launches.py). Captures, and steps without a graph, are mostly
-launches.
+launches. Kernels that a step launches once have no need of this.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.sizes import ceil_div, next_power_of_2
-from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, num_processors
+from tokenmill.kernels.sizes import ceil_div
+from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, block_of, num_processors
 from tokenmill.kernels.triton_prefill import attend_masked, find_row, load_tile
 
 # Neighbouring programs share so many tiles of rows, so that what they read of the weight stays in the cache.
@@ -80,7 +80,7 @@ def attend(
     num_tokens, num_heads, head_dim = q_THD.shape
     num_rows, num_kv_heads = len(rows.lengths_R), rows.key_cache_NBKD.shape[2]
     group = num_heads // num_kv_heads
-    block_dim = max(16, next_power_of_2(head_dim))
+    block_dim = block_of(head_dim)
     pairs, keys, stages = 64, 64 if block_dim <= 128 else 32, 3
     if q_THD.element_size() == 4:
         pairs, keys, stages = 16, 32 if block_dim <= 64 else 16, 2

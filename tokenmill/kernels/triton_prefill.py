@@ -18,12 +18,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels.direct_launch import launch
-from tokenmill.kernels.sizes import next_power_of_2
 from tokenmill.kernels.triton_attention import (
     COPY_ALIGNMENT,
     LOG2_E,
     ROWS_PER_SEARCH,
     PagedRows,
+    block_of,
     has_hopper_kernels,
 )
 
@@ -118,7 +118,7 @@ def _prefill(
     num_tokens, num_heads, head_dim = q_THD.shape
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
-    block_dim = max(16, next_power_of_2(head_dim))
+    block_dim = block_of(head_dim)
     launch(
         _prefill_kernel,
         (num_kv_heads, num_tokens * group // tiling.queries + num_rows),

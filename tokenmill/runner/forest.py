@@ -235,47 +235,52 @@ def _split_keys(
     """Keys of an item: of those with which every row has room for its pieces, what takes least time."""
     keys_G = np.concatenate([groups.stop_G - groups.first_G for groups in segments]) * page_size
     sizes_G = np.concatenate([groups.sizes_G for groups in segments])
-    tiles_G = -(-sizes_G // costs.rows_per_item)
+    work = _SharedWork(keys_G, sizes_G, -(-sizes_G // costs.rows_per_item), costs)
     # As if it were all one segment, which is cut into as many items as there are programs; and equal parts of
     # the longest segment.
     candidates = np.append(
-        -(-int(tiles_G @ keys_G) * costs.key_heads // costs.programs),
+        -(-int(work.tiles_G @ keys_G) * costs.key_heads // costs.programs),
         -(-keys_G.max() // np.arange(1, MAX_EQUAL_PARTS + 1)),
     )
     least = longest // (max_pieces - MAX_SEGMENTS) + 1
-    splits: list[int] = (
-        -(-np.maximum(candidates, least) // costs.shortest_split) * costs.shortest_split
-    ).tolist()
-    turns = {split: _num_turns(split, keys_G, tiles_G, costs) for split in dict.fromkeys(splits)}
-    possible = [split for split, number in turns.items() if split == splits[0] or number <= MAX_TURNS]
-    times = {split: _item_time(split, turns[split], keys_G, sizes_G, costs) for split in possible}
-    return min(times, key=times.__getitem__)
+    even, *equal = dict.fromkeys(
+        (-(-np.maximum(candidates, least) // costs.shortest_split) * costs.shortest_split).tolist()
+    )
+    possible: list[int] = [even, *(split for split in equal if work.num_turns(split) <= MAX_TURNS)]
+    return min(possible, key=work.time)
 
 
-def _num_turns(split: int, keys_G: LongArray, tiles_G: LongArray, costs: SharingCosts) -> int:
-    """How often the first program takes an item of so many keys."""
-    return -(-int(tiles_G @ -(-keys_G // split)) * costs.key_heads // costs.programs)
+@dataclass(frozen=True, slots=True, eq=False)
+class _SharedWork:
+    """The keys and rows of all segments, to be cut into items."""
 
+    keys_G: LongArray
+    sizes_G: LongArray
+    tiles_G: LongArray  # of its rows, as many as an item takes
+    costs: SharingCosts
 
-def _item_time(
-    split: int, num_turns: int, keys_G: LongArray, sizes_G: LongArray, costs: SharingCosts
-) -> float:
-    """About how long items of so many keys take, as keys that a program goes through.
+    def num_turns(self, split: int) -> int:
+        """How often the first program takes an item of so many keys."""
+        num_items = int(self.tiles_G @ -(-self.keys_G // split))
+        return -(-num_items * self.costs.key_heads // self.costs.programs)
 
-    Programs take items by turns, the longest first, so the first one has most. A few more items than programs
-    take twice the time.
-    """
-    tiles_G = -(-sizes_G // costs.rows_per_item)
-    whole_G, rest_G = np.divmod(keys_G, split)
-    order_G = np.argsort(-rest_G)
-    length_L = np.append(split, rest_G[order_G])
-    stop_L = np.cumsum(np.append(tiles_G @ whole_G, (tiles_G * (rest_G > 0))[order_G]))
-    item_T = np.arange(num_turns) * costs.programs // costs.key_heads  # that the first program takes
-    busiest = int(length_L[np.searchsorted(stop_L, item_T, side="right")].sum())
-    # The cost of a piece is told in keys that a row reads alone. Those of an item go twice as fast.
-    num_pieces = int(sizes_G @ (whole_G + (rest_G > 0)))
-    pieces = 2 * costs.piece_keys * num_pieces * costs.key_heads / costs.programs
-    return busiest + num_turns * ITEM_KEYS + pieces
+    def time(self, split: int) -> float:
+        """About how long items of so many keys take, as keys that a program goes through.
+
+        Programs take items by turns, the longest first, so the first one has most. A few more items than
+        programs take twice the time.
+        """
+        costs, num_turns = self.costs, self.num_turns(split)
+        whole_G, rest_G = np.divmod(self.keys_G, split)
+        order_G = np.argsort(-rest_G)
+        length_L = np.append(split, rest_G[order_G])
+        stop_L = np.cumsum(np.append(self.tiles_G @ whole_G, (self.tiles_G * (rest_G > 0))[order_G]))
+        item_T = np.arange(num_turns) * costs.programs // costs.key_heads  # that the first program takes
+        busiest = int(length_L[np.searchsorted(stop_L, item_T, side="right")].sum())
+        # The cost of a piece is told in keys that a row reads alone. Those of an item go twice as fast.
+        num_pieces = int(self.sizes_G @ (whole_G + (rest_G > 0)))
+        pieces = 2 * costs.piece_keys * num_pieces * costs.key_heads / costs.programs
+        return busiest + num_turns * ITEM_KEYS + pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
-from tokenmill.runner.capture import at_least
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import decode_draw, decode_forward, decode_logits
@@ -192,8 +191,8 @@ class Scout:
         if placement.max_step_tokens < MANY_TOKENS:
             return
         most = placement.max_running_requests
-        largest = at_least(PROMPTS_OF_LONG, min(most + 1, PROMPTS_OF_LONG[-1]))
-        rooms = (size for size in PROMPTS_OF_LONG if size <= largest)
+        smaller = (0, *PROMPTS_OF_LONG[:-1])
+        rooms = (size for size, below in zip(PROMPTS_OF_LONG, smaller, strict=True) if below <= most)
         for size in sorted({*rooms, min(self._many_rows, most), min(self._most_rows, most)}):
             self._prefill(size)
 
