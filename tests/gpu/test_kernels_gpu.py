@@ -155,6 +155,25 @@ def test_products_in_graphs(
             assert relative_error(whole, exact) < limit
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tiling", ["WIDE", "NARROW"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(5000, 896, 4864), (1300, 4096, 1000), (300, 72, 200)]
+)
+def test_gated_products_of_many_rows(
+    dtype: torch.dtype, tiling: str, rows: int, inputs: int, outputs: int
+) -> None:
+    """As exact as those of torch, also between others' rows, in tiles that end anywhere."""
+    from tokenmill.kernels import hopper_gated
+
+    weight = numbers(2 * outputs, inputs, dtype=dtype) / inputs**0.5
+    x = numbers(rows, inputs + 8, dtype=dtype, seed=2)[:, :inputs]
+    exact = linear_torch(x.double(), weight.double(), None, gated=True)
+    limit = 1.2 * relative_error(linear_torch(x, weight, None, gated=True), exact)
+    assert relative_error(hopper_gated.product(x, weight, getattr(hopper_gated, tiling)), exact) < limit
+    assert relative_error(linear(x, weight, None, gated=True), exact) < limit
+
+
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("inputs", [64, 128, 1000, 4864])

@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tokenmill.kernels import (
     hopper_decode,
+    hopper_gated,
     hopper_linear,
     hopper_pages,
     hopper_prefill,
@@ -388,6 +389,25 @@ def product(
     return compiled(hopper_linear._product_kernel, pointers, scalars, constants, num_warps=warps)
 
 
+def gated_product(tiling: hopper_gated.GatedTiling) -> dict[str, Any]:
+    rows, inputs = hopper_gated.BLOCK_ROWS, hopper_gated.BLOCK_INPUTS
+    constants = {
+        "BLOCK_M": rows,
+        "BLOCK_F": tiling.outputs,
+        "BLOCK_K": inputs,
+        "STAGES": tiling.stages,
+        "GROUP": hopper_gated.GROUP_BLOCKS,
+        "OVERLAP": True,
+    }
+    boxes = {"x": (rows, inputs), "weight": (tiling.outputs, inputs), "out": (rows, tiling.outputs)}
+    layout = hopper_linear.TILE_LAYOUT
+    scalars = {
+        **{name: f"tensordesc<bf16[{box[0]}, {box[1]}],{layout!r}>" for name, box in boxes.items()},
+        **dict.fromkeys(("blocks", "columns", "num_outputs", "steps"), "i32"),
+    }
+    return compiled(hopper_gated._gated_kernel, {}, scalars, constants, num_warps=rows // 16)
+
+
 def rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     half, elements = head_dim // 2, triton_rotary.ELEMENTS_PER_PROGRAM
     names = ("qkv", "cos", "sin", "q_weight", "k_weight", "q_out", "k_out", "key_cache", "value_cache")
@@ -454,6 +474,8 @@ if __name__ == "__main__":
             "product gate_up 8B, many rows": product(128, 4096, 14336, gated=True),
             "product down 0.5B": product(64, 4864, 896, may_split=True),
             "product down 0.6B": product(256, 3072, 1024, may_split=True),
+            "gated product, wide": gated_product(hopper_gated.WIDE),
+            "gated product, narrow": gated_product(hopper_gated.NARROW),
             "rotate and store": rotate_and_store(16, 8, 128),
         },
         sys.stdout,

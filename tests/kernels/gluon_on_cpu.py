@@ -122,7 +122,7 @@ class Descriptor:
     def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block: list[int], _: Any):
         pointer = Pointer.to(base)
         self.source = np.lib.stride_tricks.as_strided(
-            pointer.storage[int(pointer.places) :], shape, [4 * stride for stride in strides], writeable=False
+            pointer.storage[int(pointer.places) :], shape, [4 * stride for stride in strides]
         )
         self.base, self.block_shape, self.layout, self.padding = base, block, None, "zero"
         self.dtype = pointer.storage.dtype
@@ -139,6 +139,14 @@ def _copy(tiles: Descriptor, start: list[Any], barrier: Barrier, place: Shared) 
     box[tuple(slice(0, size) for size in found.shape)] = found
     place.store(box)
     barrier.change(0, -tiles.block_type.nbytes)
+
+
+def _copy_back(tiles: Descriptor, start: list[Any], place: Shared) -> None:
+    """The part of a box that lies within the target."""
+    begins = [int(at) for at in start]
+    ends = [at + size for at, size in zip(begins, tiles.block_shape, strict=True)]
+    target = tiles.source[tuple(map(slice, begins, ends))]
+    target[:] = place.load()[tuple(slice(0, size) for size in target.shape)]
 
 
 def _product(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -286,13 +294,15 @@ def load_module(path: Path) -> ModuleType:
             wait=lambda barrier, phase: barrier.wait(phase),
             MBarrierLayout=lambda: "barrier",
         ),
-        tma=SimpleNamespace(async_copy_global_to_shared=_copy),
+        tma=SimpleNamespace(
+            async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=_nothing
+        ),
         warpgroup_mma=_product,
         warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)
-    for other in ("hopper_pages", "hopper_prefill"):
+    for other in ("hopper_linear", "hopper_pages", "hopper_prefill"):
         if f"from tokenmill.kernels.{other} import" in rest:
             _use(module, path.with_name(f"{other}.py"))
     # Programs run one after the other here.

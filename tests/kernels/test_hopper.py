@@ -132,3 +132,15 @@ def test_the_first_tiles_of_a_product_are_under_way_before_it_waits(
         assert fact["early_tile_copies"] == (4 if "beside" in name else 2), name
         assert fact["HGMMA"] > 0, name
         assert fact["stack"] == 0, name
+
+
+def test_a_gated_product_feeds_its_tensor_cores_and_nothing_else(compiled: dict[str, dict[str, Any]]) -> None:
+    """The loop of products holds no copy, which another warp sees to, and keeps its sums in registers."""
+    for name in ("gated product, wide", "gated product, narrow"):
+        fact = compiled[name]
+        assert fact["shared"] <= 227 * 1024, name
+        assert fact["stack"] == fact["spills"] == fact["HMMA"] == 0, name
+        inner, *_ = fact["loops"]
+        assert inner["tile_copies"] == 0, name
+        assert inner["instructions"] < 100, name
+        assert fact["HGMMA"] == 4, name

@@ -1,4 +1,4 @@
-"""Products by tiles for Hopper against float64; `gluon_on_cpu.py` runs the kernel."""
+"""Products by tiles for Hopper against float64; `gluon_on_cpu.py` runs the kernels."""
 
 from __future__ import annotations
 
@@ -49,3 +49,49 @@ def test_random_products(hopper: Any, seed: int, monkeypatch: pytest.MonkeyPatch
     whole = product if tiling.pieces == 1 else product.sum(dim=0)
     exact = linear_torch(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
     torch.testing.assert_close(whole.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def gated(load_on_cpu: Callable[[str], ModuleType]) -> Any:
+    return load_on_cpu("hopper_gated")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of tiles, several tiles of a program, groups of blocks, and more and fewer steps than stages."""
+    draw = random.Random(seed)
+    rows, size, outputs = draw.randint(1, 700), 8 * draw.randint(1, 60), 8 * draw.randint(1, 60)
+    x = numbers(rows, size + 8, seed=seed)[:, :size]
+    weight = numbers(2 * outputs, size, seed=seed + 1) / size**0.5
+    monkeypatch.setattr(gated, "GROUP_BLOCKS", draw.choice((1, 2, 4, 16)))
+    processors = draw.choice((1, 2, 3, 7, 100))
+    monkeypatch.setattr(gated, "num_processors", lambda _: processors)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
+    tiling = gated.GatedTiling(outputs=draw.choice((64, 128)), stages=draw.randint(2, 5))
+    product = gated.product(x, weight, tiling)
+    assert product.shape == (rows, outputs)
+    exact = linear_torch(x.double(), weight.double(), None, gated=True)
+    torch.testing.assert_close(product.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "outputs", "chosen"),
+    [
+        (8192, 4096, 14336, "WIDE"),
+        (8192, 896, 4864, "WIDE"),
+        (2048, 1024, 3072, "WIDE"),
+        (1024, 1024, 3072, "NARROW"),  # one turn of wide tiles would leave a quarter of the processors idle
+        (1024, 896, 4864, "NARROW"),
+        (512, 1024, 3072, None),
+        (384, 4096, 14336, None),
+        (192, 896, 4864, None),
+        (1, 896, 4864, None),
+    ],
+)
+def test_a_gated_product_goes_by_tiles_that_fill_the_device(
+    gated: Any, rows: int, size: int, outputs: int, chosen: str | None
+) -> None:
+    """As was measured with the shapes of public models."""
+    expected = None if chosen is None else getattr(gated, chosen)
+    assert gated.choose_tiling(rows, size, outputs, 132) == expected

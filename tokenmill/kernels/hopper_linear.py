@@ -184,9 +184,9 @@ def product(
     launch(
         _product_kernel,
         grid,
-        _tiles(x_NI, [tiling.rows, tiling.inputs]),
-        _tiles(weight_OI, [tiling.outputs // halves, tiling.inputs]),
-        _tiles(weight_OI, [tiling.more // halves, tiling.inputs]) if tiling.more else None,
+        tiles(x_NI, [tiling.rows, tiling.inputs]),
+        tiles(weight_OI, [tiling.outputs // halves, tiling.inputs]),
+        tiles(weight_OI, [tiling.more // halves, tiling.inputs]) if tiling.more else None,
         bias_O,
         out,
         num_rows,
@@ -205,7 +205,7 @@ def product(
     return out
 
 
-def _tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Past the ends of a tensor its tiles are zero."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, TILE_LAYOUT)
 
@@ -214,7 +214,7 @@ def _tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
-def _copy_weights(
+def copy_weights(
     weight, w_tiles, full, slot, output, num_outputs, column, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -234,10 +234,10 @@ def _copy_all_weights(
     BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Both tiles, where there are two."""
-    _copy_weights(weight, w_tiles, full, slot, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K, STAGES)
+    copy_weights(weight, w_tiles, full, slot, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K, STAGES)
     if MORE_N > 0:
         beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
-        _copy_weights(
+        copy_weights(
             more_weight, m_tiles, full, slot, beside, num_outputs, column, GATED, MORE_N, BLOCK_K, STAGES
         )
 
@@ -283,6 +283,14 @@ def _with_bias(sums, bias, outputs, num_outputs):
 
 
 @gluon.jit
+def activated(gate, up, dtype: gl.constexpr):
+    """The gated activation of sums, with the roundings of `activation.gated_silu`; float32."""
+    gate = gate.to(dtype).to(gl.float32)
+    active = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
+    return active * up.to(dtype).to(gl.float32)
+
+
+@gluon.jit
 def _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr):
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, result.type.layout))
     targets = (piece * num_rows + rows).to(gl.int64)[:, None] * num_outputs + outputs[None, :]
@@ -301,11 +309,10 @@ def _finish(
         HALF: gl.constexpr = BLOCK_N // 2
         gate, up = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
         outputs = output + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
-        gate = _with_bias(gate, bias, outputs, num_outputs).to(dtype).to(gl.float32)
+        gate = _with_bias(gate, bias, outputs, num_outputs)
         up = _with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
-        # Roundings as in `activation.gated_silu`.
-        active = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-        _store(active * up.to(dtype).to(gl.float32), out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+        result = activated(gate, up, dtype)
+        _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
     else:
         outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
         # One of the pieces brings the bias; the others load none of it.

@@ -1,8 +1,9 @@
 """Products with weights, alone or between a norm and an activation: torch reference and choice of kernel.
 
-One or two rows are multiplied by kernels that stream the weights, some hundred rows and a small weight, in
-graphs for Hopper GPUs, by our own tiles, all others by torch (cuBLAS). Where a row must get the same bits
-beside all others, one kernel or blocks of one size serve any number of rows. Owns no weights.
+One or two rows are multiplied by kernels that stream the weights. On Hopper GPUs some hundred rows and a
+small weight, in graphs, and gated products of many rows go by our own tiles. All others go by torch (cuBLAS).
+Where a row must get the same bits beside all others, one kernel or blocks of one size serve any number of
+rows. Owns no weights.
 Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
 """
 
@@ -182,14 +183,30 @@ def _tiled(
     gated: bool,
     may_split: bool,
 ) -> torch.Tensor | None:
-    """The product by our own tiles, where they are known to be faster. They are slow to launch."""
-    if not _are_some_rows_of_a_graph(x_NI):
+    """The product by our own tiles, where they are known to be faster."""
+    if not x_NI.is_cuda:
         return None
-    from tokenmill.kernels.triton_attention import has_hopper_kernels, num_processors
+    from tokenmill.kernels.triton_attention import has_hopper_kernels
 
     if not has_hopper_kernels(x_NI.device):
         return None
+    if _are_some_rows_of_a_graph(x_NI):  # these tiles are slow to launch
+        few = _tiled_few(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
+        if few is not None:
+            return few
+    return _tiled_gated(x_NI, weight_OI) if gated and bias_O is None else None
+
+
+def _tiled_few(
+    x_NI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    *,
+    gated: bool,
+    may_split: bool,
+) -> torch.Tensor | None:
     from tokenmill.kernels import hopper_linear
+    from tokenmill.kernels.triton_attention import num_processors
 
     if not hopper_linear.can_take(x_NI, weight_OI):
         return None
@@ -201,3 +218,14 @@ def _tiled(
         processors=num_processors(x_NI.device),
     )
     return None if tiling is None else hopper_linear.product(x_NI, weight_OI, bias_O, tiling, gated=gated)
+
+
+def _tiled_gated(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+    from tokenmill.kernels import hopper_gated
+    from tokenmill.kernels.triton_attention import num_processors
+
+    if not hopper_gated.can_take_gated(x_NI, weight_OI):
+        return None
+    processors = num_processors(x_NI.device)
+    tiling = hopper_gated.choose_tiling(*x_NI.shape, len(weight_OI) // 2, processors)
+    return None if tiling is None else hopper_gated.product(x_NI, weight_OI, tiling)
