@@ -62,7 +62,8 @@ GRANTS: dict[str, set[str]] = {
         "kernels.operands",  # and these are the columns
         "kernels.mailbox",  # it writes the letters that captured steps take
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
-        "kernels.compilation",  # it compiles what the parts below it will launch
+        "kernels.compilation",  # it compiles what the parts below it will launch,
+        "kernels.linear",  # also products that its own steps do not choose
         "kernels.openmp",  # it decides how many threads compute, and which of them rest
         "kernels.tape",  # it records what the parts below it call, as it captures graphs
         "kernels.launching",  # and says when it does

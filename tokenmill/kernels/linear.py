@@ -114,6 +114,14 @@ def add_norm_linear(
     return linear(normed_NI, weight_OI, bias_O, gated=gated), total_NI
 
 
+def compile_tilings(dtype: torch.dtype, device: torch.device) -> None:
+    """Launch gated products by each tiling there is: which one a step chooses depends on its rows."""
+    if _has_hopper_kernels(device):
+        from tokenmill.kernels import hopper_gated
+
+        hopper_gated.compile_tilings(dtype, device)
+
+
 def linear_torch(
     x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, gated: bool = False
 ) -> torch.Tensor:
@@ -141,6 +149,14 @@ def _is_streamed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     if not (x_NI.is_cuda and x_NI.element_size() == 2 and 0 < len(x_NI) <= STREAMED_ROWS) or is_invariant():
         return False
     return len(x_NI) == 1 or weight_OI.nbytes <= SMALL_WEIGHT_BYTES
+
+
+def _has_hopper_kernels(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from tokenmill.kernels.triton_attention import has_hopper_kernels  # needs Triton
+
+    return has_hopper_kernels(device)
 
 
 def _are_some_rows_of_a_graph(x_NI: torch.Tensor) -> bool:
@@ -184,11 +200,7 @@ def _tiled(
     may_split: bool,
 ) -> torch.Tensor | None:
     """The product by our own tiles, where they are known to be faster."""
-    if not x_NI.is_cuda:
-        return None
-    from tokenmill.kernels.triton_attention import has_hopper_kernels
-
-    if not has_hopper_kernels(x_NI.device):
+    if not _has_hopper_kernels(x_NI.device):
         return None
     if _are_some_rows_of_a_graph(x_NI):  # these tiles are slow to launch
         few = _tiled_few(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)

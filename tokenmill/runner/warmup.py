@@ -16,8 +16,8 @@ from tokenmill.attention.triton_backend import MANY_TOKENS
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kernels.linear import compile_tilings
 from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
-from tokenmill.kernels.triton_attention import has_hopper_kernels
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
@@ -137,7 +137,8 @@ class Scout:
             for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind())
             self._prefill_many()
-            self._multiply_many()
+            if not self._placement.deterministic:
+                compile_tilings(self._placement.dtype, self._placement.device)
             if self._may_have_grammars:
                 self._mask()
         _log.debug("compiling %d kernels", compilation.num_kernels)
@@ -210,14 +211,6 @@ class Scout:
         )
         inputs = self._rows.to_device(spare_inputs(shape, self._rows.spare_slot))
         prompt_step(self._executor, self._rows, inputs, shape)
-
-    def _multiply_many(self) -> None:
-        """Gated products of many rows, by whichever tiles a step may choose."""
-        placement = self._placement
-        if has_hopper_kernels(placement.device) and not placement.deterministic:
-            from tokenmill.kernels import hopper_gated
-
-            hopper_gated.compile_tilings(placement.dtype, placement.device)
 
     def _mask(self) -> None:
         """Masks as grammars want them; the smallest step knows the kernel for all of them."""
