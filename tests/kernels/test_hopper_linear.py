@@ -95,3 +95,13 @@ def test_a_gated_product_goes_by_tiles_that_fill_the_device(
     """As was measured with the shapes of public models."""
     expected = None if chosen is None else getattr(gated, chosen)
     assert gated.choose_tiling(rows, size, outputs, 132) == expected
+
+
+def test_each_tiling_is_launched_for_the_compiler(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows come first; numbers of four bytes have no such kernel."""
+    launched: list[int] = []
+    monkeypatch.setattr(gated, "launch", lambda *_, BLOCK_F, **__: launched.append(BLOCK_F))
+    gated.compile_tilings(torch.float32, torch.device("cpu"))
+    assert launched == []
+    gated.compile_tilings(torch.float16, torch.device("cpu"))
+    assert launched == [128, 64]
