@@ -2,8 +2,8 @@
 
     python benchmarks/gated.py --models Llama-3.1-8B Qwen3-0.6B --rows 256 1024 8192
 
-`cuBLAS` writes both halves of the product, which the activation reads (microseconds of both, and of the
-product alone); `tiles` is `kernels/hopper_gated.py` by each tiling, and "*" marks the one that
+`cuBLAS` is the product alone, whose two halves are written, `and activation` with the kernel that reads them;
+`tiles` are those of `kernels/hopper_gated.py`, the rate is of the faster ones, and "*" marks those that
 `kernels/linear.py` chooses. Calls of several weights in turn, captured and replayed; the best of some runs.
 """
 

@@ -273,10 +273,12 @@ def candidates(size: int, num_outputs: int, gated: bool) -> Iterator[LinearTilin
 def compare_ways(network: Network, inputs: dict[str, Any]) -> None:
     """Every product by cuBLAS, and every product streamed."""
     before = linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS
+    gated, linear._tiled_gated = linear._tiled_gated, lambda *_: None
     for title, rows, small in (("cuBLAS", 0, 0), ("streamed", len(inputs["x"]), sys.maxsize)):
         linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS = rows, small, 0
         print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
     linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS = before
+    linear._tiled_gated = gated
 
 
 def tune(name: str, rows: int) -> None:

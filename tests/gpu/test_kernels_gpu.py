@@ -171,7 +171,8 @@ def test_gated_products_of_many_rows(
     exact = linear_torch(x.double(), weight.double(), None, gated=True)
     limit = 1.2 * relative_error(linear_torch(x, weight, None, gated=True), exact)
     assert relative_error(hopper_gated.product(x, weight, getattr(hopper_gated, tiling)), exact) < limit
-    assert relative_error(linear(x, weight, None, gated=True), exact) < limit
+    with replayed():
+        assert relative_error(linear(x, weight, None, gated=True), exact) < limit
 
 
 @pytest.mark.parametrize("rows", [64, 128])

@@ -36,7 +36,7 @@ from tokenmill.kernels import (
 from tokenmill.kernels.sharing import ITEM_FIELDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
-ORDER = {"ACQBULK": "W", "PREEXIT": "B", "STG": "S", "EXIT": "E"}
+ORDER = {"ACQBULK": "W", "PREEXIT": "B", "STG": "S", "UTMASTG": "S", "EXIT": "E"}
 
 
 def compiled(
@@ -92,7 +92,7 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
         "early_tile_copies": sass.partition("ACQBULK")[0].count("UTMALDG"),
         # Where it waits (W), lets the next one begin (B), stores (S) and ends (E).
-        "order": "".join(ORDER[word] for word in re.findall(r"\b(ACQBULK|PREEXIT|STG|EXIT)\b", sass)),
+        "order": "".join(ORDER[word] for word in re.findall(r"\b(ACQBULK|PREEXIT|STG|UTMASTG|EXIT)\b", sass)),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
     }
 

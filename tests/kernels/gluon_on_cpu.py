@@ -141,12 +141,26 @@ def _copy(tiles: Descriptor, start: list[Any], barrier: Barrier, place: Shared) 
     barrier.change(0, -tiles.block_type.nbytes)
 
 
+_under_way = threading.local()
+
+
 def _copy_back(tiles: Descriptor, start: list[Any], place: Shared) -> None:
-    """The part of a box that lies within the target."""
+    """The part of a box that lies within the target; as late as can be, when somebody waits for it."""
     begins = [int(at) for at in start]
     ends = [at + size for at, size in zip(begins, tiles.block_shape, strict=True)]
     target = tiles.source[tuple(map(slice, begins, ends))]
-    target[:] = place.load()[tuple(slice(0, size) for size in target.shape)]
+
+    def copy() -> None:
+        target[:] = place.load()[tuple(slice(0, size) for size in target.shape)]
+
+    vars(_under_way).setdefault("copies", []).append(copy)
+
+
+def _store_wait(pendings: int) -> None:
+    """Return when no more copies than these are under way."""
+    copies = vars(_under_way).get("copies", [])
+    while len(copies) > pendings:
+        copies.pop(0)()
 
 
 def _product(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -295,7 +309,7 @@ def load_module(path: Path) -> ModuleType:
             MBarrierLayout=lambda: "barrier",
         ),
         tma=SimpleNamespace(
-            async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=_nothing
+            async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=_store_wait
         ),
         warpgroup_mma=_product,
         warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),

@@ -144,3 +144,6 @@ def test_a_gated_product_feeds_its_tensor_cores_and_nothing_else(compiled: dict[
         assert inner["tile_copies"] == 0, name
         assert inner["instructions"] < 100, name
         assert fact["HGMMA"] == 4, name
+        # One warp waits before it copies, the others before they store.
+        assert fact["order"].count("W") == 2, name
+        assert re.search("W[^W]*S", fact["order"]), (name, fact["order"])

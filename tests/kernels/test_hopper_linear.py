@@ -81,7 +81,7 @@ def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.Monkey
         (8192, 4096, 14336, "WIDE"),
         (8192, 896, 4864, "WIDE"),
         (2048, 1024, 3072, "WIDE"),
-        (1024, 1024, 3072, "NARROW"),  # one turn of wide tiles would leave a quarter of the processors idle
+        (1024, 1024, 3072, "NARROW"),  # two turns of wide tiles, a quarter of them idle
         (1024, 896, 4864, "NARROW"),
         (512, 1024, 3072, None),
         (384, 4096, 14336, None),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.kernels import linear as plain
+from tokenmill.kernels.launching import invariant, measured, replayed
 from tokenmill.kernels.operands import Norm
 
 pytestmark = pytest.mark.cpu
@@ -355,3 +356,39 @@ def test_halves_of_a_long_sum(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert pieces.shape == (2, rows, 24)
     assert pieces.dtype == torch.float32
     torch.testing.assert_close(pieces.sum(dim=0), (x @ weight.T).float())
+
+
+def test_gated_products_of_many_rows_go_by_tiles_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper_gated = pytest.importorskip("tokenmill.kernels.hopper_gated")
+    rows: list[int] = []
+
+    def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, tiling: Any) -> torch.Tensor:
+        rows.append(len(x_NI))
+        return plain.linear_torch(x_NI, weight_OI, None, gated=True)
+
+    monkeypatch.setattr(plain, "_has_hopper_kernels", lambda _: True)
+    monkeypatch.setattr(plain, "_are_some_rows_of_a_graph", lambda _: False)
+    monkeypatch.setattr(hopper_gated, "product", product)
+    x, weight = (numbers(size, 64, dtype=torch.bfloat16, seed=size) for size in (300, 256))
+    expected = plain.linear_torch(x, weight, None, gated=True)
+
+    def is_tiled(x: torch.Tensor = x, bias_O: torch.Tensor | None = None, *, gated: bool = True) -> bool:
+        rows.clear()
+        result = plain.linear(x, weight, bias_O, gated=gated)
+        if bias_O is None and gated:
+            torch.testing.assert_close(result, expected[: len(x)], atol=2e-2, rtol=2e-2)
+        return bool(rows)
+
+    assert not is_tiled()  # launched alone, it would cost the host more than it saves
+    with replayed():
+        assert is_tiled()
+        assert not is_tiled(x[:255])
+        assert not is_tiled(gated=False)
+        assert not is_tiled(bias_O=weight[:, 0].contiguous())
+        with invariant():
+            assert not is_tiled()
+        with measured():  # another number of rows might go the way that takes more memory
+            assert not is_tiled()
+    monkeypatch.setattr(plain, "LEAST_OPERATIONS", 2 * 300 * 256 * 64)
+    assert is_tiled()
+    assert not is_tiled(x[:299])

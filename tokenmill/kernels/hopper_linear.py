@@ -75,7 +75,10 @@ class ProductTiling:
 def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether `product` knows these numbers and layouts."""
     return (
-        x_NI.element_size() == 2
+        x_NI.dtype == weight_OI.dtype
+        and x_NI.is_floating_point()
+        and x_NI.element_size() == 2
+        and x_NI.shape[1] == weight_OI.shape[1]
         and x_NI.stride(1) == 1
         and weight_OI.is_contiguous()
         and all((x.data_ptr() | 2 * x.stride(0)) % COPY_ALIGNMENT == 0 for x in (x_NI, weight_OI))

@@ -1,5 +1,6 @@
 """What kernels are chosen by, beside their operands: whether launches are recorded to be replayed, when
-it does not matter what one costs the host; whether rows must get the same bits beside any others."""
+it does not matter what one costs the host; whether rows must get the same bits beside any others; whether
+a step is run to see how much memory steps may take."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from contextvars import ContextVar
 
 _REPLAYED = ContextVar("replayed", default=False)
 _INVARIANT = ContextVar("invariant", default=False)
+_MEASURED = ContextVar("measured", default=False)
 
 
 @contextmanager
@@ -39,3 +41,18 @@ def invariant(wanted: bool = True) -> Iterator[None]:
 def is_invariant() -> bool:
     """Whether rows must be computed as if each were alone; ways that are only quick are shut."""
     return _INVARIANT.get()
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """What is launched inside, on this thread, tells how much memory a step of no more rows may take."""
+    before = _MEASURED.set(True)
+    try:
+        yield
+    finally:
+        _MEASURED.reset(before)
+
+
+def is_measured() -> bool:
+    """Whether ways that take less memory are shut, where other numbers of rows would not go them."""
+    return _MEASURED.get()

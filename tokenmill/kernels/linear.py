@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
-from tokenmill.kernels.launching import are_replayed, is_invariant
+from tokenmill.kernels.launching import are_replayed, is_invariant, is_measured
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import Norm
 
@@ -24,6 +24,9 @@ from tokenmill.kernels.operands import Norm
 STREAMED_ROWS = 2
 SMALL_WEIGHT_BYTES = 24_000_000
 MOST_TILED_ROWS = 256
+# To launch a gated product by tiles takes the host 0.1 ms. Outside of graphs, fewer operations than these
+# take the device less, and two quicker launches are better.
+LEAST_OPERATIONS = 6e10
 # A sum over so many times as many inputs as there are outputs is cut into pieces: else there are too few sums
 # for all processors. So is a shorter one of many rows whose pieces, in squares of so many rows and outputs,
 # are just as many as processors.
@@ -115,7 +118,10 @@ def add_norm_linear(
 
 
 def compile_tilings(dtype: torch.dtype, device: torch.device) -> None:
-    """Launch gated products by each tiling there is: which one a step chooses depends on its rows."""
+    """Launch gated products by each tiling there is: which one a step chooses depends on its rows.
+
+    Nothing happens where no step would choose any: on other devices, and for numbers of four bytes.
+    """
     if _has_hopper_kernels(device):
         from tokenmill.kernels import hopper_gated
 
@@ -236,6 +242,8 @@ def _tiled_gated(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | 
     from tokenmill.kernels import hopper_gated
     from tokenmill.kernels.triton_attention import num_processors
 
+    if is_measured() or not (are_replayed() or 2 * x_NI.numel() * len(weight_OI) >= LEAST_OPERATIONS):
+        return None
     if not hopper_gated.can_take_gated(x_NI, weight_OI):
         return None
     processors = num_processors(x_NI.device)

@@ -16,6 +16,7 @@ from tokenmill.attention.triton_backend import MANY_TOKENS
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kernels.launching import measured
 from tokenmill.kernels.linear import compile_tilings
 from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
 from tokenmill.kvcache.pool import PagePool
@@ -154,7 +155,8 @@ class Scout:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        self._fill_a_step(max_step_tokens)
+        with measured():
+            self._fill_a_step(max_step_tokens)
         most = self._placement.max_running_requests
         self._decode(most, StepKind(max_pieces=most_pieces(most)), _FILTERED)
         torch.cuda.synchronize(device)
