@@ -26,7 +26,6 @@ WEIGHTS = 4
 ROWS = (256, 512, 768, 1024, 1536, 2048, 4096, 8192)
 RUNS = 2
 
-
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 

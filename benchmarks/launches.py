@@ -70,10 +70,8 @@ def main() -> None:
     for title, (modules, call) in calls().items():
         cells = []
         for way in (by_triton, launch, nothing):
-            with (
-                ExitStack() as patches,
-                replayed(),
-            ):  # as in a capture, where products of a few rows are by tiles
+            # As in a capture, where products of a few rows are by tiles.
+            with ExitStack() as patches, replayed():
                 for module in modules:
                     patches.enter_context(mock.patch.object(module, "launch", way))
                 call()

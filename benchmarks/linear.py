@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -272,13 +273,15 @@ def candidates(size: int, num_outputs: int, gated: bool) -> Iterator[LinearTilin
 
 def compare_ways(network: Network, inputs: dict[str, Any]) -> None:
     """Every product by cuBLAS, and every product streamed."""
-    before = linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS
-    gated, linear._tiled_gated = linear._tiled_gated, lambda *_: None
     for title, rows, small in (("cuBLAS", 0, 0), ("streamed", len(inputs["x"]), sys.maxsize)):
-        linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS = rows, small, 0
-        print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
-    linear.STREAMED_ROWS, linear.SMALL_WEIGHT_BYTES, linear.MOST_TILED_ROWS = before
-    linear._tiled_gated = gated
+        with mock.patch.multiple(
+            linear,
+            STREAMED_ROWS=rows,
+            SMALL_WEIGHT_BYTES=small,
+            MOST_TILED_ROWS=0,
+            _tiled_gated=lambda *_: None,
+        ):
+            print(f"  {milliseconds(captured(network.fused, inputs)[0]):8.3f} ms  {title}", flush=True)
 
 
 def tune(name: str, rows: int) -> None:

@@ -24,9 +24,10 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(40))
-def test_random_products(hopper: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_products(hopper: Any, seed: int) -> None:
     """Parts of tiles, more steps than stages, pieces without a step, a bias, and a stride between rows."""
     draw = random.Random(seed)
     gated = draw.random() < 0.4
@@ -42,8 +43,6 @@ def test_random_products(hopper: Any, seed: int, monkeypatch: pytest.MonkeyPatch
     x = numbers(rows, size + 8, seed=seed)[:, :size]
     weight = numbers((2 if gated else 1) * outputs, size, seed=seed + 1) / size**0.5
     bias = numbers(len(weight), seed=seed + 2) if draw.random() < 0.5 else None
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
     product = hopper.product(x, weight, bias, tiling, gated=gated)
     assert product.shape == (() if tiling.pieces == 1 else (tiling.pieces,)) + (rows, outputs)
     whole = product if tiling.pieces == 1 else product.sum(dim=0)
@@ -56,6 +55,7 @@ def gated(load_on_cpu: Callable[[str], ModuleType]) -> Any:
     return load_on_cpu("hopper_gated")
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("seed", range(30))
 def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of tiles, several tiles of a program, groups of blocks, and more and fewer steps than stages."""
@@ -66,8 +66,6 @@ def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gated, "GROUP_BLOCKS", draw.choice((1, 2, 4, 16)))
     processors = draw.choice((1, 2, 3, 7, 100))
     monkeypatch.setattr(gated, "num_processors", lambda _: processors)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
     tiling = gated.GatedTiling(outputs=draw.choice((64, 128)), stages=draw.randint(2, 5))
     product = gated.product(x, weight, tiling)
     assert product.shape == (rows, outputs)

@@ -5,7 +5,7 @@ a step is run to see how much memory steps may take."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 _REPLAYED = ContextVar("replayed", default=False)
@@ -13,14 +13,9 @@ _INVARIANT = ContextVar("invariant", default=False)
 _MEASURED = ContextVar("measured", default=False)
 
 
-@contextmanager
-def replayed() -> Iterator[None]:
+def replayed() -> AbstractContextManager[None]:
     """What is launched inside, on this thread, goes into a graph (or is compiled for one)."""
-    before = _REPLAYED.set(True)
-    try:
-        yield
-    finally:
-        _REPLAYED.reset(before)
+    return _within(_REPLAYED)
 
 
 def are_replayed() -> bool:
@@ -28,14 +23,9 @@ def are_replayed() -> bool:
     return _REPLAYED.get()
 
 
-@contextmanager
-def invariant(wanted: bool = True) -> Iterator[None]:
+def invariant(wanted: bool = True) -> AbstractContextManager[None]:
     """What is computed inside, on this thread, is summed in an order that no other row has a say in."""
-    before = _INVARIANT.set(wanted)
-    try:
-        yield
-    finally:
-        _INVARIANT.reset(before)
+    return _within(_INVARIANT, wanted)
 
 
 def is_invariant() -> bool:
@@ -43,16 +33,20 @@ def is_invariant() -> bool:
     return _INVARIANT.get()
 
 
-@contextmanager
-def measured() -> Iterator[None]:
+def measured() -> AbstractContextManager[None]:
     """What is launched inside, on this thread, tells how much memory a step of no more rows may take."""
-    before = _MEASURED.set(True)
-    try:
-        yield
-    finally:
-        _MEASURED.reset(before)
+    return _within(_MEASURED)
 
 
 def is_measured() -> bool:
     """Whether ways that take less memory are shut, where other numbers of rows would not go them."""
     return _MEASURED.get()
+
+
+@contextmanager
+def _within(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)

@@ -69,6 +69,8 @@ def _product(
         y_NO = _invariant(x_NI, weight_OI, bias_O)
     else:
         tiled = _tiled(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
+        if tiled is None and gated and bias_O is None:
+            tiled = _tiled_gated(x_NI, weight_OI)
         if tiled is not None:
             return tiled
         if may_split and bias_O is None and _is_quicker_in_pieces(x_NI, weight_OI):
@@ -205,24 +207,9 @@ def _tiled(
     gated: bool,
     may_split: bool,
 ) -> torch.Tensor | None:
-    """The product by our own tiles, where they are known to be faster."""
-    if not _has_hopper_kernels(x_NI.device):
+    """The product by our own tiles, where they are known to be faster. They are slow to launch."""
+    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)):
         return None
-    if _are_some_rows_of_a_graph(x_NI):  # these tiles are slow to launch
-        few = _tiled_few(x_NI, weight_OI, bias_O, gated=gated, may_split=may_split)
-        if few is not None:
-            return few
-    return _tiled_gated(x_NI, weight_OI) if gated and bias_O is None else None
-
-
-def _tiled_few(
-    x_NI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    *,
-    gated: bool,
-    may_split: bool,
-) -> torch.Tensor | None:
     from tokenmill.kernels import hopper_linear
     from tokenmill.kernels.triton_attention import num_processors
 
@@ -239,13 +226,16 @@ def _tiled_few(
 
 
 def _tiled_gated(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """The gated product of many rows by tiles that have the activation inside, where that is faster."""
+    if is_measured() or not _has_hopper_kernels(x_NI.device):
+        return None
+    if not are_replayed() and 2 * x_NI.numel() * len(weight_OI) < LEAST_OPERATIONS:
+        return None
     from tokenmill.kernels import hopper_gated
     from tokenmill.kernels.triton_attention import num_processors
 
-    if is_measured() or not (are_replayed() or 2 * x_NI.numel() * len(weight_OI) >= LEAST_OPERATIONS):
-        return None
-    if not hopper_gated.can_take_gated(x_NI, weight_OI):
-        return None
     processors = num_processors(x_NI.device)
     tiling = hopper_gated.choose_tiling(*x_NI.shape, len(weight_OI) // 2, processors)
-    return None if tiling is None else hopper_gated.product(x_NI, weight_OI, tiling)
+    if tiling is None or not hopper_gated.can_take_gated(x_NI, weight_OI):
+        return None
+    return hopper_gated.product(x_NI, weight_OI, tiling)
