@@ -26,6 +26,7 @@ from tokenmill.kernels import (
     hopper_pages,
     hopper_prefill,
     hopper_shared,
+    product_tilings,
     triton_decode,
     triton_linear,
     triton_lookup,
@@ -362,7 +363,7 @@ def product(
     may_split: bool = False,
     bias: bool = False,
 ) -> dict[str, Any]:
-    tiling = hopper_linear.choose_tiling(
+    tiling = product_tilings.choose_tiling(
         num_rows, size, outputs, gated=gated, may_split=may_split, processors=132
     )
     assert tiling is not None
@@ -375,6 +376,7 @@ def product(
         "BLOCK_K": tiling.inputs,
         "STAGES": tiling.stages,
         "OVERLAP": True,
+        "WEIGHTS_LEFT": tiling.weights_left,
     } | ({} if bias else {"bias": None})
     constants |= {} if tiling.more else {"more_weight": None}
     pointers = {"out": "bf16" if tiling.pieces == 1 else "fp32"} | ({"bias": "bf16"} if bias else {})
@@ -385,8 +387,11 @@ def product(
         **({"more_weight": f"tensordesc<bf16[{more}, {tiling.inputs}],{layout!r}>"} if more else {}),
         **dict.fromkeys(("num_rows", "num_outputs", "total_steps", "piece_steps"), "i32"),
     }
-    warps = tiling.rows // 16
-    return compiled(hopper_linear._product_kernel, pointers, scalars, constants, num_warps=warps)
+    options = {"num_warps": 4 if tiling.weights_left else tiling.rows // 16, "maxnreg": tiling.registers}
+    facts = compiled(hopper_linear._product_kernel, pointers, scalars, constants, **options)
+    # Boxes of 64 inputs, of both halves of a tile and of two tiles beside each other.
+    boxes = tiling.inputs // 64 * (2 if gated else 1) * (2 if tiling.more else 1)
+    return facts | {"weight_boxes": boxes}
 
 
 def gated_product(tiling: hopper_gated.GatedTiling) -> dict[str, Any]:
@@ -461,6 +466,8 @@ if __name__ == "__main__":
             "linear down 0.5B": linear(4864, 896),
             "linear gate_up 8B": linear(4096, 14336, normed=True, gated=True),
             "linear down 8B": linear(14336, 4096),
+            "linear gate_up 14B": linear(5120, 17408, normed=True, gated=True),
+            "linear down 14B": linear(17408, 5120),
             "linear qkv 0.5B, two rows": linear(896, 1152, rows=2, normed=True, bias=True),
             "linear gate_up 0.5B, two rows": linear(896, 4864, rows=2, normed=True, gated=True),
             "linear down 0.5B, two rows": linear(4864, 896, rows=2),
@@ -468,8 +475,11 @@ if __name__ == "__main__":
             "product gate_up 0.5B": product(64, 896, 4864, gated=True),
             "product gate_up 0.5B, many rows": product(128, 896, 4864, gated=True),
             "product gate_up 8B": product(64, 4096, 14336, gated=True),
+            "product gate_up 8B, few rows": product(8, 4096, 14336, gated=True),
+            "product gate_up 0.6B, few rows": product(24, 1024, 3072, gated=True, bias=True),
+            "product output 8B, few rows": product(32, 4096, 4096, may_split=True),
             "product gate_up 0.5B, tiles beside each other": product(256, 896, 4864, gated=True),
-            "product gate_up 4B, tiles beside each other": product(8, 2560, 9728, gated=True),
+            "product gate_up 4B, tiles beside each other": product(64, 2560, 9728, gated=True),
             "product gate_up 14B": product(64, 5120, 17408, gated=True),
             "product gate_up 8B, many rows": product(128, 4096, 14336, gated=True),
             "product down 0.5B": product(64, 4864, 896, may_split=True),

@@ -72,7 +72,7 @@ class Shared:
         return Shared(self.panels[int(place) * count : (int(place) + 1) * count], self.shape[1:])
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        return Shared(self.panels.reshape(-1, *shape[-2:]), tuple(shape))
+        return Shared(self.panels.reshape(-1, shape[-2], 64), tuple(shape))
 
     def load(self, layout: Any = None) -> Tensor:
         return tensor(np.concatenate(list(self.panels), axis=1))

@@ -26,19 +26,20 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(80))
 def test_random_products(hopper: Any, seed: int) -> None:
     """Parts of tiles, more steps than stages, pieces without a step, a bias, and a stride between rows."""
     draw = random.Random(seed)
-    gated = draw.random() < 0.4
+    gated, weights_left = draw.random() < 0.4, draw.random() < 0.5
     rows, size, outputs = draw.randint(1, 200), 8 * draw.randint(1, 120), draw.randint(1, 150)
     tiling = hopper.ProductTiling(
-        rows=draw.choice((64, 128)),
-        outputs=draw.choice((32, 64, 128, 256)),
-        inputs=64 if gated else draw.choice((64, 128)),
+        rows=draw.choice((16, 32, 64) if weights_left else (64, 128)),
+        outputs=draw.choice((64, 128) if weights_left else (32, 64, 128, 256)),
+        inputs=draw.choice((64, 128)) if weights_left or not gated else 64,
         stages=draw.randint(2, 5),
         pieces=1 if gated else draw.choice((1, 1, 2, 4)),
-        more=draw.choice((0, 0, 32, 64)),
+        more=0 if weights_left else draw.choice((0, 0, 32, 64)),
+        weights_left=weights_left,
     )
     x = numbers(rows, size + 8, seed=seed)[:, :size]
     weight = numbers((2 if gated else 1) * outputs, size, seed=seed + 1) / size**0.5

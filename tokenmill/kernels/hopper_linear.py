@@ -1,9 +1,10 @@
 """Products of up to some hundred rows on Hopper GPUs: one warp feeds tiles, the others multiply.
 
-A product of so few rows and a small weight takes little longer than its launch and its first loads. Here the
-first weights are on their way while the kernel before still runs (`triton_overlap.py`), and where the outputs
-are few, several programs share the inputs of a tile: their sums are left in pieces, for the norm that follows
-adds them on its way. `linear.py` is the reference. This is Gluon (see `hopper_prefill.py`).
+A product of so few rows takes little longer than its launch, its first loads and its weights. Here the
+first weights are on their way while the kernel before still runs (`triton_overlap.py`), and where the
+outputs are few, several programs share the inputs of a tile: their sums are left in pieces, for the norm that
+follows adds them on its way. `product_tilings.py` chooses the tiles, `linear.py` is the reference. This is
+Gluon (see `hopper_prefill.py`).
 Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
 """
 
@@ -12,9 +13,6 @@ Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,54 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.direct_launch import launch
+from tokenmill.kernels.product_tilings import ProductTiling
 from tokenmill.kernels.sizes import ceil_div
 from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
-# Measured on an H200, in decode steps of public models of 0.5 to 8 billion parameters. With more weights the
-# memory decides, and cuBLAS is as fast; with a gated product it would have the activation behind it.
-MOST_WEIGHT_BYTES = 24_000_000
-MOST_GATED_BYTES = 110_000_000
-# With more weights yet, the rows are read too often to be worth it, unless a tile is wide: so wide that all
-# tiles are computed at once, on nearly all processors. In between, the activation still decides.
-WIDE_OUTPUTS = 256
-LEAST_BUSY = 0.7
-# Of a product without activation, a few rows are quicker by tiles up to here.
-MOST_WEIGHT_BYTES_OF_FEW = 120_000_000
-ENOUGH_BUSY_OF_FEW, ENOUGH_BUSY_OF_FEW_LONG = 0.4, 0.6
-# Programs for each processor: with more, the kernel that follows finds no room to read ahead.
-MOST_BUSY = 0.86
-# So few rows wait for their weights: some programs that read ahead are enough, and of a long sum a few, for
-# they would only take bandwidth from the kernel before. With more rows all processors are to have work.
-FEW_ROWS, VERY_FEW_ROWS = 64, 32
-ENOUGH_BUSY, ENOUGH_BUSY_LONG = 0.36, 0.2
-LONG_SUM = 4096  # inputs
-SHORT_SUM = 1024  # up to here small tiles are better than pieces
-MOST_PIECES = 4
-TILE_BYTES = 196_608  # shared memory of a program for its tiles
-MOST_STAGES = 8
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-@dataclass(frozen=True, slots=True)
-class ProductTiling:
-    """The work of a program: a tile of `rows` and `outputs` (if gated, half of them of each half of the
-    weight), so many `inputs` at a time, of which `stages` are under way. `pieces` programs share a tile.
-
-    `more` outputs are a second, narrower tile beside the first: widths are powers of two, and where one makes
-    too many programs to be computed at once, the next would leave too many processors idle.
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
-    stages: int
-    pieces: int = 1
-    more: int = 0
-
-    @property
-    def width(self) -> int:
-        return self.outputs + self.more
 
 
 def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
@@ -83,83 +39,6 @@ def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
         and weight_OI.is_contiguous()
         and all((x.data_ptr() | 2 * x.stride(0)) % COPY_ALIGNMENT == 0 for x in (x_NI, weight_OI))
     )
-
-
-@cache
-def choose_tiling(
-    num_rows: int, size: int, num_outputs: int, *, gated: bool, may_split: bool, processors: int
-) -> ProductTiling | None:
-    """The tiling for [num_rows, size] times a weight of so many outputs (of each half, if gated).
-
-    None: cuBLAS is as fast. Only with `may_split` there may be several pieces.
-    """
-    if gated:
-        return _gated_tiling(num_rows, size, num_outputs, processors)
-    if 2 * size * num_outputs > MOST_WEIGHT_BYTES:
-        return _tiling_of_few(num_rows, size, num_outputs, processors, may_split=may_split)
-    for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
-        programs = ceil_div(num_rows, 64) * ceil_div(num_outputs, outputs)
-        if programs <= MOST_BUSY * processors:
-            pieces = _choose_pieces(num_rows, size, programs / processors) if may_split else 1
-            return ProductTiling(64, outputs, 128, _stages(64, outputs, 128), pieces)
-    return None
-
-
-def _choose_pieces(num_rows: int, size: int, busy: float) -> int:
-    """How many programs share a tile, of which there are enough for this share of the processors."""
-    if num_rows <= FEW_ROWS:
-        enough = ENOUGH_BUSY_LONG if size > LONG_SUM else ENOUGH_BUSY
-    else:
-        enough = ENOUGH_BUSY if size <= SHORT_SUM else MOST_BUSY / 2
-    pieces = 1
-    while pieces < MOST_PIECES and busy * pieces < enough and 2 * busy * pieces <= MOST_BUSY:
-        pieces *= 2
-    return pieces
-
-
-def _tiling_of_few(
-    num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
-) -> ProductTiling | None:
-    """Few rows, but not very few: those take as long as their weights, which cuBLAS reads as fast."""
-    if not VERY_FEW_ROWS < num_rows <= FEW_ROWS or 2 * size * num_outputs > MOST_WEIGHT_BYTES_OF_FEW:
-        return None
-    busy = ceil_div(num_outputs, 64) / processors
-    if not may_split:
-        return ProductTiling(64, 64, 64, _stages(64, 64, 64)) if LEAST_BUSY <= busy <= 1 else None
-    enough = ENOUGH_BUSY_OF_FEW_LONG if size > LONG_SUM else ENOUGH_BUSY_OF_FEW
-    for pieces, most in ((1, 1.0), (2, 1.0), (4, MOST_BUSY)):
-        if enough <= busy * pieces <= most:
-            return ProductTiling(64, 64, 128, _stages(64, 64, 128), pieces)
-    return None
-
-
-def _gated_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling | None:
-    rows = 64 if num_rows <= FEW_ROWS else 128
-    if 4 * size * num_outputs > MOST_GATED_BYTES:
-        return _large_gated_tiling(rows, num_rows, num_outputs, processors)
-    for outputs, more, most in (
-        (64, 0, MOST_BUSY * processors),
-        (128, 0, processors),
-        (128, 32, processors),
-    ):
-        if more and rows == 128 and (num_rows - 1) % rows < rows // 2:
-            continue  # the last tile is mostly padding, which cuBLAS has less of
-        if ceil_div(num_rows, rows) * ceil_div(num_outputs, (outputs + more) // 2) <= most:
-            return ProductTiling(rows, outputs, 64, _stages(rows, outputs + more, 64), more=more)
-    return ProductTiling(rows, 128, 64, _stages(rows, 128, 64)) if rows == 64 else None
-
-
-def _large_gated_tiling(rows: int, num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
-    busy = ceil_div(num_outputs, WIDE_OUTPUTS // 2) / processors
-    if num_rows <= rows and LEAST_BUSY <= busy <= 1:
-        return ProductTiling(rows, WIDE_OUTPUTS, 64, _stages(rows, WIDE_OUTPUTS, 64))
-    if VERY_FEW_ROWS < num_rows <= FEW_ROWS:
-        return ProductTiling(64, 128, 64, _stages(64, 128, 64))
-    return None
-
-
-def _stages(rows: int, outputs: int, inputs: int) -> int:
-    return min(MOST_STAGES, TILE_BYTES // (2 * inputs * (rows + outputs)))
 
 
 def product(
@@ -202,7 +81,9 @@ def product(
         MORE_N=tiling.more,
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
-        num_warps=tiling.rows // 16,
+        WEIGHTS_LEFT=tiling.weights_left,
+        num_warps=4 if tiling.weights_left else tiling.rows // 16,
+        maxnreg=tiling.registers,
         **overlap_options(x_NI.device),
     )
     return out
@@ -302,25 +183,39 @@ def _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M: gl.
 
 
 @gluon.jit
+def _finish_plain(
+    acc, bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Store the sums of a tile [rows, outputs], with the bias."""
+    outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
+    # One of the pieces brings the bias; the others load none of it.
+    acc = _with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
+    _store(acc, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+
+
+@gluon.jit
+def _finish_gated(
+    gate, up, bias, out, row, output, num_rows, num_outputs, BLOCK_M: gl.constexpr, HALF: gl.constexpr
+):
+    """Store what the sums of a tile [rows, outputs] make, with bias and activation."""
+    outputs = output + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
+    gate = _with_bias(gate, bias, outputs, num_outputs)
+    up = _with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
+    result = activated(gate, up, out.dtype.element_ty)
+    _store(result, out, row, outputs, 0, num_rows, num_outputs, BLOCK_M)
+
+
+@gluon.jit
 def _finish(
     acc, bias, out, row, output, piece, num_rows, num_outputs,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums of a tile, with bias and activation."""
     if GATED:
-        dtype: gl.constexpr = out.dtype.element_ty
         HALF: gl.constexpr = BLOCK_N // 2
         gate, up = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
-        outputs = output + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
-        gate = _with_bias(gate, bias, outputs, num_outputs)
-        up = _with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
-        result = activated(gate, up, dtype)
-        _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+        _finish_gated(gate, up, bias, out, row, output, num_rows, num_outputs, BLOCK_M, HALF)
     else:
-        outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
-        # One of the pieces brings the bias; the others load none of it.
-        acc = _with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
-        _store(acc, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+        _finish_plain(acc, bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit
@@ -358,6 +253,44 @@ def _multiply(
     _finish(acc, bias, out, row, output, piece, num_rows, num_outputs, GATED, BLOCK_M, BLOCK_N)
 
 
+@gluon.jit
+def _multiply_few(
+    x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """`_multiply` with weights as the left factor, outputs times rows."""
+    wait_for_inputs(OVERLAP)
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    HALVES: gl.constexpr = 2 if GATED else 1
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    halves = w_tiles._reinterpret(w_tiles.dtype, [HALVES * STAGES, WIDTH, w_tiles.shape[2]], w_tiles.layout)
+    acc = gl.zeros([WIDTH, BLOCK_M], gl.float32, layout)
+    up = gl.zeros([WIDTH, BLOCK_M], gl.float32, layout)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES % 2)
+        columns = x_tiles.index(slot).permute((1, 0))
+        acc = warpgroup_mma(halves.index(HALVES * slot), columns, acc, is_async=True)
+        if GATED:
+            up = warpgroup_mma(halves.index(HALVES * slot + 1), columns, up, is_async=True)
+            acc, up = warpgroup_mma_wait(2, [acc, up])
+        else:
+            acc = warpgroup_mma_wait(1, [acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    if GATED:
+        acc, up = warpgroup_mma_wait(0, [acc, up])
+        _finish_gated(
+            acc.permute((1, 0)), up.permute((1, 0)), bias, out, row, output, num_rows, num_outputs,
+            BLOCK_M, WIDTH,
+        )  # fmt: skip
+    else:
+        acc = warpgroup_mma_wait(0, [acc])
+        _finish_plain(
+            acc.permute((1, 0)), bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M, BLOCK_N
+        )
+
+
 @gluon.jit(do_not_specialize=["num_rows", "total_steps", "piece_steps"])
 def _product_kernel(
     x,
@@ -376,6 +309,7 @@ def _product_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
+    WEIGHTS_LEFT: gl.constexpr,
 ):
     let_next_begin(OVERLAP)
     output = gl.program_id(0) * ((BLOCK_N + MORE_N) // (2 if GATED else 1))
@@ -399,9 +333,15 @@ def _product_kernel(
         x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin,
         steps,
     )  # fmt: skip
-    multiply = (
-        x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
-    )  # fmt: skip
     feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP)
-    multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, OVERLAP)
-    gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
+    if WEIGHTS_LEFT:
+        few = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
+        multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, OVERLAP)
+        gl.warp_specialize([(_multiply_few, few + multiplying_few), (_feed, feed + feeding)], [1], [24])
+    else:
+        multiply = (
+            x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs,
+            steps,
+        )  # fmt: skip
+        multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, OVERLAP)
+        gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])

@@ -1,7 +1,8 @@
 """Products with weights, alone or between a norm and an activation: torch reference and choice of kernel.
 
-One or two rows are multiplied by kernels that stream the weights. On Hopper GPUs some hundred rows and a
-small weight, in graphs, and gated products of many rows go by our own tiles. All others go by torch (cuBLAS).
+One or two rows are multiplied by kernels that stream the weights. On Hopper GPUs a few rows, some hundred
+with a small weight, both in graphs, and gated products of many rows go by our own tiles. All others go by
+torch (cuBLAS).
 Where a row must get the same bits beside all others, one kernel or blocks of one size serve any number of
 rows. Owns no weights.
 Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
@@ -18,6 +19,7 @@ from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.launching import are_replayed, is_invariant, is_measured
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import Norm
+from tokenmill.kernels.product_tilings import choose_tiling
 
 # Products of up to so many rows are streamed; from the second row on, only with small weights: with large
 # ones the arithmetic units fall behind the memory, and tensor cores win.
@@ -168,7 +170,7 @@ def _has_hopper_kernels(device: torch.device) -> bool:
 
 
 def _are_some_rows_of_a_graph(x_NI: torch.Tensor) -> bool:
-    return x_NI.is_cuda and STREAMED_ROWS < len(x_NI) <= MOST_TILED_ROWS and are_replayed()
+    return x_NI.is_cuda and 1 < len(x_NI) <= MOST_TILED_ROWS and are_replayed()
 
 
 def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
@@ -215,7 +217,7 @@ def _tiled(
 
     if not hopper_linear.can_take(x_NI, weight_OI):
         return None
-    tiling = hopper_linear.choose_tiling(
+    tiling = choose_tiling(
         *x_NI.shape,
         len(weight_OI) // 2 if gated else len(weight_OI),
         gated=gated,

@@ -25,9 +25,11 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 INPUTS_PER_WARP = 512
 # Weights that a thread has under way, 8 to a load. Of a small weight all programs are on the device at once
 # and wait for their inputs: smaller ones find room earlier, beside the kernel before. Of a large weight one
-# wave of programs follows another, and larger ones start less often.
+# wave of programs follows another, and larger ones start less often; a gated product needs its inputs for two
+# sums.
 WEIGHTS_PER_THREAD = 40
 WEIGHTS_PER_THREAD_LARGE = 64
+WEIGHTS_PER_THREAD_LARGE_GATED = 80
 LARGE_WEIGHT = 12_000_000  # numbers
 FEWEST_PROGRAMS = 264  # two for each processor: below, programs take fewer outputs
 
@@ -112,7 +114,8 @@ def choose_tiling(size: int, num_outputs: int, gated: bool) -> LinearTiling:
     num_warps = min(16, max(4, _nearest_power_of_2(size / INPUTS_PER_WARP)))
     halves = 2 if gated else 1
     is_large = size * num_outputs * halves > LARGE_WEIGHT
-    held = 32 * num_warps * (WEIGHTS_PER_THREAD_LARGE if is_large else WEIGHTS_PER_THREAD)
+    large = WEIGHTS_PER_THREAD_LARGE_GATED if gated else WEIGHTS_PER_THREAD_LARGE
+    held = 32 * num_warps * (large if is_large else WEIGHTS_PER_THREAD)
     outputs = 1
     while 2 * outputs * halves * size <= held and num_outputs >= 2 * outputs * FEWEST_PROGRAMS:
         outputs *= 2

@@ -52,7 +52,7 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
 # So many tokens that its kernels are those of longer prompts, too, and not those for a few rows.
 _SHORT_PROMPT = ((16, 0),)
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
-_TILED = (32, 64, 128, 192, 256)
+_TILED = (16, 32, 64, 128, 192, 256)
 _PLAIN = SamplingNeeds(random=True, filters=False)
 _FILTERED = SamplingNeeds(random=True, filters=True)
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.

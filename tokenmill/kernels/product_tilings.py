@@ -1,0 +1,174 @@
+"""How the products of `hopper_linear.py` are cut into tiles, and which are left to cuBLAS.
+
+All numbers are measured, in decode steps of public models of 0.5 to 14 billion parameters on an H100 or H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
+
+# So few rows wait for their weights, whatever the size of these, and weights are the left factor: tensor
+# cores take 64 numbers of it at a time, but as few as eight of the right one. A few more rows do so if the
+# weight is large.
+VERY_FEW_ROWS, FEW_ROWS = 32, 64
+LEAST_ROWS = 16  # of a tile; narrower ones are hardly faster, and more kernels to compile
+# Of more rows and more weights the memory decides, and cuBLAS is as fast; with a gated product it would have
+# the activation behind it.
+MOST_WEIGHT_BYTES = 24_000_000
+MOST_GATED_BYTES = 110_000_000
+# With more weights yet, the rows are read too often to be worth it, unless a tile is wide: so wide that all
+# tiles are computed at once, on nearly all processors. In between, the activation still decides.
+WIDE_OUTPUTS = 256
+LEAST_BUSY = 0.7
+# Programs for each processor: with more, the kernel that follows finds no room to read ahead.
+MOST_BUSY = 0.86
+# Some programs that read ahead are enough for few rows, and of a long sum a few, for they would only take
+# bandwidth from the kernel before. With more rows all processors are to have work.
+ENOUGH_BUSY, ENOUGH_BUSY_LONG = 0.36, 0.2
+LONG_SUM = 4096  # inputs
+SHORT_SUM = 1024  # up to here small tiles are better than pieces
+MOST_PIECES = 4
+TILE_BYTES = 196_608  # shared memory of a program for its tiles
+MOST_STAGES = 8
+# Of a program that leaves room for another one beside it.
+HALF_TILE_BYTES = 110_592
+HALF_REGISTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiling:
+    """The work of a program: a tile of `rows` and `outputs` (if gated, half of them of each half of the
+    weight), so many `inputs` at a time, of which `stages` are under way. `pieces` programs share a tile.
+
+    `more` outputs are a second, narrower tile beside the first: widths are powers of two, and where one makes
+    too many programs to be computed at once, the next would leave too many processors idle.
+    With `weights_left` weights are the left factor; such a tile may have fewer than 64 rows, and has none
+    beside it. `registers` is what each thread may have at most, for another program to run beside this one.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    pieces: int = 1
+    more: int = 0
+    weights_left: bool = False
+    registers: int | None = None
+
+    @property
+    def width(self) -> int:
+        return self.outputs + self.more
+
+
+@cache
+def choose_tiling(
+    num_rows: int, size: int, num_outputs: int, *, gated: bool, may_split: bool, processors: int
+) -> ProductTiling | None:
+    """The tiling for [num_rows, size] times a weight of so many outputs (of each half, if gated).
+
+    None: cuBLAS is as fast. Only with `may_split` there may be several pieces.
+    """
+    num_bytes = (4 if gated else 2) * size * num_outputs
+    is_large = num_bytes > (MOST_GATED_BYTES if gated else MOST_WEIGHT_BYTES)
+    if num_rows <= (FEW_ROWS if is_large else VERY_FEW_ROWS):
+        if gated:
+            return _gated_tiling_of_few(num_rows, size, num_outputs, processors)
+        return _tiling_of_few(num_rows, size, num_outputs, processors, may_split=may_split)
+    if is_large:
+        return _wide_gated_tiling(num_rows, num_outputs, processors) if gated else None
+    if gated:
+        return _gated_tiling(num_rows, num_outputs, processors)
+    return _tiling(num_rows, size, num_outputs, processors, may_split=may_split)
+
+
+# ── few rows: weights are the left factor ─────────────────────────────────────────────────────
+
+
+def _gated_tiling_of_few(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling:
+    """Where all programs run at once, kernels before and behind are to find room beside them."""
+    is_half = num_rows <= VERY_FEW_ROWS and ceil_div(num_outputs, 64) <= processors
+    inputs = 64 if is_half and (size <= SHORT_SUM or num_rows > VERY_FEW_ROWS // 2) else 128
+    return _with_weights_left(num_rows, 128, inputs, is_half=is_half)
+
+
+def _tiling_of_few(
+    num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
+) -> ProductTiling:
+    """Where a short sum may be left in pieces programs are few, and others are to find room there, too."""
+    programs = ceil_div(num_outputs, 64)
+    pieces = 1
+    if may_split and size > SHORT_SUM:
+        busy = programs / processors
+        most_of_four = MOST_BUSY if num_rows > VERY_FEW_ROWS else 0.5
+        pieces = 4 if 4 * busy <= most_of_four else 2 if 2 * busy <= 1 else 1
+    is_half = may_split and size <= LONG_SUM and num_rows <= VERY_FEW_ROWS
+    return _with_weights_left(num_rows, 64, 128, is_half=is_half, pieces=pieces)
+
+
+def _with_weights_left(
+    num_rows: int, outputs: int, inputs: int, *, is_half: bool, pieces: int = 1
+) -> ProductTiling:
+    rows = max(LEAST_ROWS, next_power_of_2(num_rows))
+    return ProductTiling(
+        rows,
+        outputs,
+        inputs,
+        _stages(rows, outputs, inputs, HALF_TILE_BYTES if is_half else TILE_BYTES),
+        pieces,
+        weights_left=True,
+        registers=HALF_REGISTERS if is_half else None,
+    )
+
+
+# ── more rows: they are the left factor ───────────────────────────────────────────────────────
+
+
+def _tiling(
+    num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
+) -> ProductTiling | None:
+    for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
+        programs = ceil_div(num_rows, 64) * ceil_div(num_outputs, outputs)
+        if programs <= MOST_BUSY * processors:
+            pieces = _choose_pieces(num_rows, size, programs / processors) if may_split else 1
+            return ProductTiling(64, outputs, 128, _stages(64, outputs, 128), pieces)
+    return None
+
+
+def _choose_pieces(num_rows: int, size: int, busy: float) -> int:
+    """How many programs share a tile, of which there are enough for this share of the processors."""
+    if num_rows <= FEW_ROWS:
+        enough = ENOUGH_BUSY_LONG if size > LONG_SUM else ENOUGH_BUSY
+    else:
+        enough = ENOUGH_BUSY if size <= SHORT_SUM else MOST_BUSY / 2
+    pieces = 1
+    while pieces < MOST_PIECES and busy * pieces < enough and 2 * busy * pieces <= MOST_BUSY:
+        pieces *= 2
+    return pieces
+
+
+def _gated_tiling(num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
+    rows = 64 if num_rows <= FEW_ROWS else 128
+    for outputs, more, most in (
+        (64, 0, MOST_BUSY * processors),
+        (128, 0, processors),
+        (128, 32, processors),
+    ):
+        if more and rows == 128 and (num_rows - 1) % rows < rows // 2:
+            continue  # the last tile is mostly padding, which cuBLAS has less of
+        if ceil_div(num_rows, rows) * ceil_div(num_outputs, (outputs + more) // 2) <= most:
+            return ProductTiling(rows, outputs, 64, _stages(rows, outputs + more, 64), more=more)
+    return ProductTiling(rows, 128, 64, _stages(rows, 128, 64)) if rows == 64 else None
+
+
+def _wide_gated_tiling(num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
+    busy = ceil_div(num_outputs, WIDE_OUTPUTS // 2) / processors
+    if num_rows <= 128 and LEAST_BUSY <= busy <= 1:
+        return ProductTiling(128, WIDE_OUTPUTS, 64, _stages(128, WIDE_OUTPUTS, 64))
+    return None
+
+
+def _stages(rows: int, outputs: int, inputs: int, most_bytes: int = TILE_BYTES) -> int:
+    return min(MOST_STAGES, most_bytes // (2 * inputs * (rows + outputs)))
