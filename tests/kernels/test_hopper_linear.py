@@ -24,6 +24,12 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def with_others_behind(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The same rows, and so many of NaN in the memory behind them."""
+    behind = torch.full((count, x.shape[1]), torch.nan)
+    return torch.cat([x, behind])[: len(x)]
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(80))
@@ -41,7 +47,7 @@ def test_random_products(hopper: Any, seed: int) -> None:
         more=0 if weights_left else draw.choice((0, 0, 32, 64)),
         weights_left=weights_left,
     )
-    x = numbers(rows, size + 8, seed=seed)[:, :size]
+    x = with_others_behind(numbers(rows, size + 8, seed=seed), draw.choice((0, 3, 128)))[:, :size]
     weight = numbers((2 if gated else 1) * outputs, size, seed=seed + 1) / size**0.5
     bias = numbers(len(weight), seed=seed + 2) if draw.random() < 0.5 else None
     product = hopper.product(x, weight, bias, tiling, gated=gated)
@@ -62,7 +68,7 @@ def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.Monkey
     """Parts of tiles, several tiles of a program, groups of blocks, and more and fewer steps than stages."""
     draw = random.Random(seed)
     rows, size, outputs = draw.randint(1, 700), 8 * draw.randint(1, 60), 8 * draw.randint(1, 60)
-    x = numbers(rows, size + 8, seed=seed)[:, :size]
+    x = with_others_behind(numbers(rows, size + 8, seed=seed), draw.choice((0, 3, 128)))[:, :size]
     weight = numbers(2 * outputs, size, seed=seed + 1) / size**0.5
     monkeypatch.setattr(gated, "GROUP_BLOCKS", draw.choice((1, 2, 4, 16)))
     processors = draw.choice((1, 2, 3, 7, 100))

@@ -16,6 +16,7 @@ from tokenmill.kernels import triton_attention, triton_balanced, triton_decode, 
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
 from tokenmill.kernels.runs import Runs, RunShape
 from tokenmill.kernels.sharing import SharingCosts
+from tokenmill.kernels.spare_rows import empty_rows
 from tokenmill.kernels.triton_rotary import rotate_and_store
 
 # The kernels that a step with shared prefixes launches in addition cost about as much as reading this.
@@ -109,7 +110,7 @@ class TritonBackend:
         """Attention over keys and values that are stored; those of this step are given as well."""
         assert self._work is not None, "plan() comes first"
         spec, work, layout = self._specs[layer], self._work, self._work.layout
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        out_THD = empty_rows(*q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         split = layout.num_decodes
         if split:
             self._decode(q_THD[:split], layer, out_RHD=out_THD[:split])
@@ -140,7 +141,7 @@ class TritonBackend:
         assert self._work is not None, "plan() comes first"
         spec, work, layout = self._specs[layer], self._work, self._work.layout
         split = layout.num_decodes
-        out_NHD = torch.empty((len(needed_N), *q_THD.shape[1:]), dtype=q_THD.dtype, device=q_THD.device)
+        out_NHD = empty_rows(len(needed_N), *q_THD.shape[1:], dtype=q_THD.dtype, device=q_THD.device)
         if split:
             self._decode(q_THD[:split], layer, out_RHD=out_NHD[:split])
         tokens_M = needed_N[split:]

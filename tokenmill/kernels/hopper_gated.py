@@ -27,8 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmill.kernels.direct_launch import launch
-from tokenmill.kernels.hopper_linear import activated, can_take, copy_weights, tiles
+from tokenmill.kernels.hopper_linear import activated, can_take, copy_weights, tiles, tiles_of_rows
 from tokenmill.kernels.sizes import ceil_div
+from tokenmill.kernels.spare_rows import empty_rows
 from tokenmill.kernels.triton_attention import num_processors
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
@@ -75,12 +76,12 @@ def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, tiling: GatedTiling) ->
     """`linear.linear`, gated and without bias, of what `can_take_gated` allows."""
     num_rows, size = x_NI.shape
     num_outputs = len(weight_OI) // 2
-    out_NF = torch.empty((num_rows, num_outputs), dtype=x_NI.dtype, device=x_NI.device)
+    out_NF = empty_rows(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
     blocks, columns = ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_outputs, tiling.outputs)
     launch(
         _gated_kernel,
         (min(blocks * columns, num_processors(x_NI.device)),),
-        tiles(x_NI, [BLOCK_ROWS, BLOCK_INPUTS]),
+        tiles_of_rows(x_NI, [BLOCK_ROWS, BLOCK_INPUTS]),
         tiles(weight_OI, [tiling.outputs, BLOCK_INPUTS]),
         tiles(out_NF, [BLOCK_ROWS, tiling.outputs]),
         blocks,

@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.product_tilings import ProductTiling
 from tokenmill.kernels.sizes import ceil_div
+from tokenmill.kernels.spare_rows import empty_rows, rows_to_copy
 from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
@@ -54,9 +55,11 @@ def product(
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
     assert tiling.pieces == 1 or not gated
     steps = ceil_div(size, tiling.inputs)
-    pieces = (tiling.pieces,) if tiling.pieces > 1 else ()
-    dtype = torch.float32 if pieces else x_NI.dtype
-    out = torch.empty((*pieces, num_rows, num_outputs), dtype=dtype, device=x_NI.device)
+    if tiling.pieces > 1:
+        shape = (tiling.pieces, num_rows, num_outputs)
+        out = torch.empty(shape, dtype=torch.float32, device=x_NI.device)
+    else:
+        out = empty_rows(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
     halves = 2 if gated else 1
     grid = (
         ceil_div(num_outputs, tiling.width // halves),
@@ -66,7 +69,7 @@ def product(
     launch(
         _product_kernel,
         grid,
-        tiles(x_NI, [tiling.rows, tiling.inputs]),
+        tiles_of_rows(x_NI, [tiling.rows, tiling.inputs]),
         tiles(weight_OI, [tiling.outputs // halves, tiling.inputs]),
         tiles(weight_OI, [tiling.more // halves, tiling.inputs]) if tiling.more else None,
         bias_O,
@@ -92,6 +95,12 @@ def product(
 def tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Past the ends of a tensor its tiles are zero."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, TILE_LAYOUT)
+
+
+def tiles_of_rows(x_NI: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Past the last row tiles are what the memory there holds, or zero."""
+    shape = [rows_to_copy(x_NI, block[0]), x_NI.shape[1]]
+    return TensorDescriptor(x_NI, shape, list(x_NI.stride()), block, TILE_LAYOUT)
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────

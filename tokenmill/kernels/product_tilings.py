@@ -156,8 +156,6 @@ def _gated_tiling(num_rows: int, num_outputs: int, processors: int) -> ProductTi
         (128, 0, processors),
         (128, 32, processors),
     ):
-        if more and rows == 128 and (num_rows - 1) % rows < rows // 2:
-            continue  # the last tile is mostly padding, which cuBLAS has less of
         if ceil_div(num_rows, rows) * ceil_div(num_outputs, (outputs + more) // 2) <= most:
             return ProductTiling(rows, outputs, 64, _stages(rows, outputs + more, 64), more=more)
     return ProductTiling(rows, 128, 64, _stages(rows, 128, 64)) if rows == 64 else None

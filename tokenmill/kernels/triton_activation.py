@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.sizes import ceil_div
+from tokenmill.kernels.spare_rows import empty_rows
 
 BLOCK = 1024
 
@@ -19,7 +20,7 @@ def gated_silu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """See `activation.gated_silu`."""
     size = gate_up_T2F.shape[-1] // 2
     flat = gate_up_T2F.reshape(-1, 2 * size)
-    out = torch.empty((*gate_up_T2F.shape[:-1], size), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
+    out = empty_rows(*gate_up_T2F.shape[:-1], size, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     grid = (flat.shape[0], ceil_div(size, BLOCK))
     launch(_gated_silu_kernel, grid, flat, out, size, flat.stride(0), BLOCK_SIZE=BLOCK)
     return out

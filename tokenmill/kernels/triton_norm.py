@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
+from tokenmill.kernels.spare_rows import empty_rows
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 # Elements a program works on: rows shorter than this (the heads of a query norm) share a program.
@@ -20,7 +21,7 @@ ELEMENTS_PER_PROGRAM = 2048
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """See `norm.rms_norm`. Strided views of two or three dimensions are read in place."""
     x_OID = _two_leading_dimensions(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     tiling = _tiling(x)
     launch(
         _rms_norm_kernel,
@@ -48,7 +49,7 @@ def add_rms_norm(
     pieces = x.shape[0] if x.dim() > residual.dim() else 0
     x_OID = _two_leading_dimensions(x[0] if pieces else x)
     residual_OID = _two_leading_dimensions(residual)
-    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    out = empty_rows(*residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(out)
     tiling = _tiling(residual)
     launch(
