@@ -19,6 +19,7 @@ from linear import captured, milliseconds
 
 from tokenmill.kernels import hopper_gated
 from tokenmill.kernels.activation import gated_silu
+from tokenmill.kernels.spare_rows import empty_rows
 from tokenmill.kernels.triton_attention import num_processors
 
 DEVICE = torch.device("cuda")
@@ -46,7 +47,7 @@ def microseconds(calls: dict[str, Call], weights: list[torch.Tensor]) -> dict[st
 def measure(name: str, rows: int, weights: list[torch.Tensor]) -> None:
     """Print one line."""
     num_outputs, size = len(weights[0]) // 2, weights[0].shape[1]
-    x_NI = torch.randn(rows, size, dtype=torch.bfloat16, device=DEVICE)
+    x_NI = empty_rows(rows, size, dtype=torch.bfloat16, device=DEVICE).normal_()
     calls: dict[str, Call] = {
         "cuBLAS": lambda weight: F.linear(x_NI, weight),
         "and activation": lambda weight: gated_silu(F.linear(x_NI, weight)),

@@ -92,6 +92,10 @@ def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.Monkey
         (384, 4096, 14336, None),
         (192, 896, 4864, None),
         (1, 896, 4864, None),
+        (192, 3072, 8192, "WIDE"),  # all tiles at once, where cuBLAS takes as long as for 256 rows
+        (191, 3072, 8192, None),
+        (224, 4096, 12288, None),  # three turns of narrow tiles
+        (256, 4096, 12288, "NARROW"),
     ],
 )
 def test_a_gated_product_goes_by_tiles_that_fill_the_device(

@@ -34,6 +34,14 @@ class Costs:
         return size
 
 
+def test_no_graph_has_as_many_rows_as_products_are_slow_with() -> None:
+    costs = Costs(1024)
+    for _ in range(1000):
+        costs.step(440)
+    assert {size for size, _ in costs.graphs} == {512, 480}
+    assert 448 in batch_sizes(448)  # as many as may run: padding would need more slots than there are
+
+
 def test_a_batch_of_one_size_is_captured_once() -> None:
     costs = Costs()
     assert {costs.step(1) for _ in range(1000)} == {1}

@@ -73,7 +73,7 @@ def test_a_scout_runs_every_kind_of_step(
     assert all(max(lengths) <= -(-context_length // 16) * 16 for _, _, lengths in steps)
     decodes = {len(counts) for num_decodes, counts, _ in steps if num_decodes == len(counts)}
     # Prompts of up to 256 tokens are graphs, too, however few rows may run.
-    assert decodes == {1, 2, 4, 8, 32, 64, 128, 192, 256}
+    assert decodes == {1, 2, 4, 8, 16, 32, 64, 128, 192, 256}
     mixed = [counts for num_decodes, counts, _ in steps if 0 < num_decodes < len(counts)]
     assert mixed
     longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}

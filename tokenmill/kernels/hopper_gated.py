@@ -57,7 +57,9 @@ ACTIVATION_INPUTS = 300
 # The share of the time in which processors have work, times what the activation gains, from which tiles are
 # taken. A little below, some shapes gain 5 %, and others lose as much.
 ENOUGH_BUSY = 0.98
-LEAST_ROWS = 256  # fewer take as long as the weights, or have tiles in `hopper_linear.py`
+# Fewer rows take as long as the weights, or have tiles in `hopper_linear.py`. From here to two blocks cuBLAS
+# takes nearly as long as for two blocks, and tiles are quicker if all are computed at once.
+LEAST_ROWS = 192
 
 
 @cache
@@ -68,7 +70,10 @@ def choose_tiling(num_rows: int, size: int, num_outputs: int, processors: int) -
     blocks = ceil_div(num_rows, BLOCK_ROWS)
     wide, narrow = (ceil_div(blocks * ceil_div(num_outputs, each.outputs), processors) for each in TILINGS)
     tiling, turns = (WIDE, wide) if wide <= NARROW_SECONDS * narrow else (NARROW, narrow)
-    busy = num_rows * num_outputs / (turns * processors * BLOCK_ROWS * tiling.outputs)
+    if num_rows < 2 * BLOCK_ROWS and turns > 1:
+        return None
+    counted = max(num_rows, 2 * BLOCK_ROWS)
+    busy = counted * num_outputs / (turns * processors * BLOCK_ROWS * tiling.outputs)
     return tiling if busy * (1 + ACTIVATION_INPUTS / size) >= ENOUGH_BUSY else None
 
 
