@@ -387,11 +387,11 @@ def product(
         **({"more_weight": f"tensordesc<bf16[{more}, {tiling.inputs}],{layout!r}>"} if more else {}),
         **dict.fromkeys(("num_rows", "num_outputs", "total_steps", "piece_steps"), "i32"),
     }
-    options = {"num_warps": 4 if tiling.weights_left else tiling.rows // 16, "maxnreg": tiling.registers}
+    options = {"num_warps": tiling.num_warps, "maxnreg": tiling.registers}
     facts = compiled(hopper_linear._product_kernel, pointers, scalars, constants, **options)
     # Boxes of 64 inputs, of both halves of a tile and of two tiles beside each other.
     boxes = tiling.inputs // 64 * (2 if gated else 1) * (2 if tiling.more else 1)
-    return facts | {"weight_boxes": boxes}
+    return facts | {"weight_boxes": boxes, "is_half": tiling.registers is not None}
 
 
 def gated_product(tiling: hopper_gated.GatedTiling) -> dict[str, Any]:

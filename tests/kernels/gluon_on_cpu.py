@@ -121,6 +121,8 @@ def _init(barrier: Barrier, count: int) -> None:
 class Descriptor:
     def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block: list[int], _: Any):
         pointer = Pointer.to(base)
+        last = int(pointer.places) + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        assert last < len(pointer.storage), "past the end of the memory"
         self.source = np.lib.stride_tricks.as_strided(
             pointer.storage[int(pointer.places) :], shape, [4 * stride for stride in strides]
         )
@@ -164,10 +166,27 @@ def _store_wait(pendings: int) -> None:
 
 
 def _product(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    left = a if isinstance(a, np.ndarray) else a.load()
-    with np.errstate(all="ignore"):
-        product = np.asarray(left, np.float32) @ np.asarray(b.load(), np.float32)
-    return tensor(acc + product if use_acc else product)
+    """As late as can be, when somebody waits for it."""
+    made = tensor(np.full(np.shape(acc), np.nan, np.float32))
+
+    def multiply() -> None:
+        left = a if isinstance(a, np.ndarray) else a.load()
+        with np.errstate(all="ignore"):
+            product = np.asarray(left, np.float32) @ np.asarray(b.load(), np.float32)
+        made[...] = acc + product if use_acc else product
+
+    vars(_under_way).setdefault("products", []).append(multiply)
+    if not is_async:
+        _product_wait(0, [made])
+    return made
+
+
+def _product_wait(pendings: int, deps: list[Tensor]) -> Any:
+    """Return when no more products than these are under way."""
+    products = vars(_under_way).get("products", [])
+    while len(products) > pendings:
+        products.pop(0)()
+    return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def _load(source: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
@@ -312,7 +331,7 @@ def load_module(path: Path) -> ModuleType:
             async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=_store_wait
         ),
         warpgroup_mma=_product,
-        warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
+        warpgroup_mma_wait=_product_wait,
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)

@@ -129,6 +129,12 @@ def test_the_first_tiles_of_a_product_are_under_way_before_it_waits(
     facts = {name: fact for name, fact in compiled.items() if name.startswith("product")}
     for name, fact in facts.items():
         assert fact["early_tile_copies"] == fact["weight_boxes"], name  # in the loop over stages
+        assert fact["order"].count("W") >= 2, (
+            name
+        )  # one warp waits before it copies, the others before they store
+        if fact["is_half"]:  # another program finds room
+            assert 2 * (fact["shared"] + 1024) <= 228 * 1024, name
+            assert 2 * 256 * fact["registers"] <= 65_536, name
         assert fact["HGMMA"] > 0, name
         assert fact["stack"] == 0, name
 

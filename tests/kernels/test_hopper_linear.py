@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tokenmill.kernels.linear import linear_torch
+from tokenmill.kernels.product_tilings import ProductTiling, choose_tiling
+from tokenmill.kernels.spare_rows import rows_to_copy
 
 pytestmark = pytest.mark.cpu
 
@@ -55,6 +57,69 @@ def test_random_products(hopper: Any, seed: int) -> None:
     whole = product if tiling.pieces == 1 else product.sum(dim=0)
     exact = linear_torch(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
     torch.testing.assert_close(whole.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "outputs", "gated", "expected"),
+    [  # inputs, stages, pieces, and whether another program finds room beside this one
+        (8, 4096, 14336, True, (128, 5, 1, False)),  # Llama-3.1-8B: in two turns
+        (16, 3072, 8192, True, (128, 3, 1, True)),  # Llama-3.2-3B: all at once
+        (24, 3072, 8192, True, (64, 5, 1, True)),
+        (8, 1024, 3072, True, (64, 6, 1, True)),  # Qwen3-0.6B: a short sum
+        (64, 4096, 14336, True, (128, 4, 1, False)),
+        (8, 4096, 4096, False, (128, 5, 2, True)),
+        (32, 4096, 4096, False, (128, 4, 2, True)),
+        (8, 14336, 4096, False, (128, 8, 2, False)),
+        (64, 14336, 4096, False, (128, 6, 2, False)),
+        (8, 896, 896, False, (128, 5, 1, True)),
+    ],
+)
+def test_programs_of_few_rows_are_launched_as_measured(
+    hopper: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    size: int,
+    outputs: int,
+    gated: bool,
+    expected: tuple[int, int, int, bool],
+) -> None:
+    tiling = choose_tiling(num_rows, size, outputs, gated=gated, may_split=not gated, processors=132)
+    assert tiling is not None
+    launched: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        hopper, "launch", lambda _, grid, *operands, **options: launched.append((grid, options))
+    )
+    hopper.product(
+        torch.empty(num_rows, size),
+        torch.empty((2 if gated else 1) * outputs, size),
+        None,
+        tiling,
+        gated=gated,
+    )
+    [(grid, options)] = launched
+    assert options["WEIGHTS_LEFT"]
+    assert options["num_warps"] == 4
+    assert options["maxnreg"] in (None, 128)
+    assert grid == (outputs // 64, 1, expected[2])
+    assert (options["BLOCK_K"], options["STAGES"], tiling.pieces, options["maxnreg"] == 128) == expected
+
+
+def test_rows_behind_are_told_to_the_device_and_kept_for_the_next(
+    hopper: Any, gated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.empty(128, 64)[:70]
+    tiling = ProductTiling(rows=128, outputs=64, inputs=64, stages=2)
+    seen: list[Any] = []
+    for module in (hopper, gated):
+        monkeypatch.setattr(
+            module, "launch", lambda _, __, x, *operands, **options: seen.append(x.source.shape)
+        )
+    outs = (
+        hopper.product(x, torch.empty(64, 64), None, tiling),
+        gated.product(x, torch.empty(128, 64), gated.WIDE),
+    )
+    assert seen == [(128, 64), (128, 64)]
+    assert [rows_to_copy(out, 128) for out in outs] == [128, 128]
 
 
 @pytest.fixture(scope="module")

@@ -376,7 +376,7 @@ def test_gated_products_of_many_rows_go_by_tiles_where_that_pays(monkeypatch: py
     assert not is_tiled()  # launched alone, it would cost the host more than it saves
     with replayed():
         assert is_tiled()
-        assert not is_tiled(x[:255])
+        assert not is_tiled(x[:191])
         assert not is_tiled(gated=False)
         assert not is_tiled(bias_O=weight[:, 0].contiguous())
         with invariant():

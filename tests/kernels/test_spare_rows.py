@@ -42,3 +42,17 @@ def test_only_rows_that_exist_are_copied(
     assert num_rows <= count <= num_rows + behind
     assert count == num_rows + behind or count % tile_rows == 0
     whole.as_strided((count, 8), x.stride(), x.storage_offset())  # would fail past the end
+
+
+@pytest.mark.parametrize("num_rows", [70, 127])
+def test_what_products_read_has_memory_for_whole_tiles(triton_device: str, num_rows: int) -> None:
+    from tokenmill.kernels import triton_activation, triton_norm
+
+    x, residual = torch.ones(2, num_rows, 64, device=triton_device)
+    weight = torch.ones(64, device=triton_device)
+    for out in (
+        triton_norm.rms_norm(x, weight, 1e-6),
+        triton_norm.add_rms_norm(x, residual, weight, 1e-6)[0],
+        triton_activation.gated_silu(x),
+    ):
+        assert rows_to_copy(out, 128) == 128

@@ -33,6 +33,21 @@ FILTERED = SamplingNeeds(random=True, filters=True)
 PENALIZED = SamplingNeeds(random=True, filters=False, penalties=True)
 
 
+def test_steps_of_graphs_have_the_kernels_that_are_best_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits, too."""
+    from tokenmill.kernels.launching import are_replayed
+    from tokenmill.runner.executor import Executor
+
+    executor: Any = Executor.__new__(Executor)
+    monkeypatch.setattr(executor, "_deterministic", False, raising=False)
+    asked: list[bool] = []
+    model = type("Model", (), {"logits": lambda _, hidden: asked.append(are_replayed()) or hidden})()
+    monkeypatch.setattr(executor, "_model", model, raising=False)
+    graphs.decode_logits(executor, graphs.Forwarded(torch.zeros(1, 1), NOTHING, NOTHING))
+    executor.logits(torch.zeros(1, 1))
+    assert asked == [True, False]
+
+
 class MadeGraphs(graphs.DecodeGraphs):
     """Captured without a device, up to 64 rows; sizes above 16 need too much memory, as do penalties.
 

@@ -54,6 +54,10 @@ def product(
     num_rows, size = x_NI.shape
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
     assert tiling.pieces == 1 or not gated
+    assert not (tiling.weights_left and tiling.more)
+    assert (
+        tiling.weights_left or not gated or tiling.inputs == 64
+    )  # halves of wider tiles lie between each other
     steps = ceil_div(size, tiling.inputs)
     if tiling.pieces > 1:
         shape = (tiling.pieces, num_rows, num_outputs)
@@ -85,7 +89,7 @@ def product(
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
         WEIGHTS_LEFT=tiling.weights_left,
-        num_warps=4 if tiling.weights_left else tiling.rows // 16,
+        num_warps=tiling.num_warps,
         maxnreg=tiling.registers,
         **overlap_options(x_NI.device),
     )

@@ -175,7 +175,7 @@ def _are_some_rows_of_a_graph(x_NI: torch.Tensor) -> bool:
 
 def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether `_in_pieces` is quicker than cuBLAS, which cuts sums, too, but adds the pieces up itself."""
-    if not _are_some_rows_of_a_graph(x_NI):
+    if len(x_NI) <= STREAMED_ROWS or not _are_some_rows_of_a_graph(x_NI):
         return False
     from tokenmill.kernels.triton_attention import num_processors
     from tokenmill.kernels.triton_overlap import is_hopper_or_later

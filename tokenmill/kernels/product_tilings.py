@@ -31,6 +31,7 @@ ENOUGH_BUSY, ENOUGH_BUSY_LONG = 0.36, 0.2
 LONG_SUM = 4096  # inputs
 SHORT_SUM = 1024  # up to here small tiles are better than pieces
 MOST_PIECES = 4
+MOST_BUSY_IN_FOUR = 0.5  # of very few rows: with more programs two pieces are better than four
 TILE_BYTES = 196_608  # shared memory of a program for its tiles
 MOST_STAGES = 8
 # Of a program that leaves room for another one beside it.
@@ -62,6 +63,11 @@ class ProductTiling:
     def width(self) -> int:
         return self.outputs + self.more
 
+    @property
+    def num_warps(self) -> int:
+        """Those that multiply."""
+        return 4 if self.weights_left else self.rows // 16
+
 
 @cache
 def choose_tiling(
@@ -90,7 +96,7 @@ def choose_tiling(
 def _gated_tiling_of_few(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling:
     """Where all programs run at once, kernels before and behind are to find room beside them."""
     is_half = num_rows <= VERY_FEW_ROWS and ceil_div(num_outputs, 64) <= processors
-    inputs = 64 if is_half and (size <= SHORT_SUM or num_rows > VERY_FEW_ROWS // 2) else 128
+    inputs = 64 if is_half and (size <= SHORT_SUM or num_rows > LEAST_ROWS) else 128
     return _with_weights_left(num_rows, 128, inputs, is_half=is_half)
 
 
@@ -102,7 +108,7 @@ def _tiling_of_few(
     pieces = 1
     if may_split and size > SHORT_SUM:
         busy = programs / processors
-        most_of_four = MOST_BUSY if num_rows > VERY_FEW_ROWS else 0.5
+        most_of_four = MOST_BUSY if num_rows > VERY_FEW_ROWS else MOST_BUSY_IN_FOUR
         pieces = 4 if 4 * busy <= most_of_four else 2 if 2 * busy <= 1 else 1
     is_half = may_split and size <= LONG_SUM and num_rows <= VERY_FEW_ROWS
     return _with_weights_left(num_rows, 64, 128, is_half=is_half, pieces=pieces)

@@ -14,8 +14,8 @@ FIRST_CAPTURE_SECONDS = 0.05
 # Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), the share that steps
 # wait for all the same: the loading of kernels.
 _SHARE_WAITED_FOR = 0.3
-# So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward of 7 to 14 billion
-# parameters.
+# So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward, with 7 to 14
+# billion parameters.
 SLOW_SIZE = 448
 # What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
 _FLOPS_PER_SECOND = 4e14

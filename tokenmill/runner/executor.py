@@ -102,6 +102,11 @@ class Executor:
         with invariant(self._deterministic):
             return self._model.logits(hidden_ND)
 
+    def logits_for_graph(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """As `logits`, of a step that is captured or compiled for it."""
+        with replayed():
+            return self.logits(hidden_ND)
+
 
 def layer_shapes(specs: Sequence[AttentionSpec]) -> list[LayerShape]:
     """What the pool stores for each attention layer."""

@@ -241,12 +241,12 @@ def decode_forward(
 def decode_logits(executor: Executor, forwarded: Forwarded) -> Unsampled:
     """Up to the logits, in tensors that stay."""
     hidden_BD = forwarded.hidden_BD
-    return Unsampled(executor.logits(hidden_BD), hidden_BD, forwarded.slots_B, forwarded.columns)
+    return Unsampled(executor.logits_for_graph(hidden_BD), hidden_BD, forwarded.slots_B, forwarded.columns)
 
 
 def decode_draw(
     executor: Executor, rows: Rows, forwarded: Forwarded, needs: SamplingNeeds, mailbox: Mailbox
 ) -> Sampled:
     """One token of each row, which the mailbox has, too."""
-    logits_BV = executor.logits(forwarded.hidden_BD)
+    logits_BV = executor.logits_for_graph(forwarded.hidden_BD)
     return draw_tokens(rows, logits_BV, forwarded.slots_B, forwarded.columns, needs, mailbox=mailbox)

@@ -340,6 +340,6 @@ def draw_step(
 ) -> torch.Tensor:
     """The tokens that follow on the hidden states of rows, int64 [R]; `rows_R`, int64: see `_views`."""
     slot_R, length_R, _, drawing_R = rows_R
-    draw = sample(executor.logits(hidden_RD), rows.sampling_columns(slot_R, length_R), needs)
+    draw = sample(executor.logits_for_graph(hidden_RD), rows.sampling_columns(slot_R, length_R), needs)
     rows.state.last_token_S[drawing_R] = draw.tokens_R
     return draw.told_R
