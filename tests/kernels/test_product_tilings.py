@@ -1,0 +1,132 @@
+"""How products of up to some hundred rows are cut; the kernel is in test_hopper_linear.py and tests/gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenmill.kernels import linear as plain
+from tokenmill.kernels import product_tilings
+
+pytestmark = pytest.mark.cpu
+
+
+@given(
+    num_rows=st.integers(2, 256),
+    size=st.integers(1, 2000).map(lambda number: 8 * number),
+    num_outputs=st.integers(1, 40_000),
+    gated=st.booleans(),
+    may_split=st.booleans(),
+    processors=st.sampled_from([114, 132]),
+)
+def test_tilings_fit_the_device(
+    num_rows: int, size: int, num_outputs: int, gated: bool, may_split: bool, processors: int
+) -> None:
+    tiling = product_tilings.choose_tiling(
+        num_rows, size, num_outputs, gated=gated, may_split=may_split and not gated, processors=processors
+    )
+    if tiling is None:
+        return
+    assert 2 * tiling.stages * tiling.inputs * (tiling.rows + tiling.width) <= 196_608
+    assert tiling.stages >= 3
+    assert tiling.pieces == 1 or (may_split and not gated)
+    each = tiling.width // 2 if gated else tiling.width
+    programs = tiling.pieces * -(-num_rows // tiling.rows) * -(-num_outputs // each)
+    assert programs <= processors or num_rows <= 64  # few rows may take turns
+    if tiling.registers is not None:  # leaves room for another program
+        assert 2 * tiling.stages * tiling.inputs * (tiling.rows + tiling.width) <= 112_000
+        assert 2 * 256 * tiling.registers <= 65_536
+
+
+@given(
+    num_rows=st.integers(2, 256),
+    size=st.integers(1, 1500).map(lambda number: 8 * number),
+    num_outputs=st.integers(1, 12_000),
+    gated=st.booleans(),
+    may_split=st.booleans(),
+    processors=st.integers(60, 160),
+)
+def test_the_warm_up_launches_every_tiling(
+    num_rows: int, size: int, num_outputs: int, gated: bool, may_split: bool, processors: int
+) -> None:
+    """Nothing may be left to compile while a step is captured."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    from tokenmill.runner.warmup import _TILED
+
+    def chosen(rows: int) -> Any:
+        return product_tilings.choose_tiling(
+            rows, size, num_outputs, gated=gated, may_split=may_split, processors=processors
+        )
+
+    assert chosen(num_rows) == chosen(min(rows for rows in _TILED if rows >= num_rows))
+    assert max(_TILED) == plain.MOST_TILED_ROWS
+
+
+def test_products_of_small_models_and_of_few_rows_are_tiled_and_others_are_not() -> None:
+    def is_tiled(num_rows: int, size: int, num_outputs: int, **options: bool) -> bool:
+        options = {"gated": False, "may_split": False, **options}
+        return (
+            product_tilings.choose_tiling(num_rows, size, num_outputs, processors=132, **options) is not None
+        )
+
+    for num_rows in (2, 64, 128, 256):
+        assert is_tiled(num_rows, 896, 1152)  # Qwen2.5-0.5B: queries, keys and values
+        assert is_tiled(num_rows, 896, 896, may_split=True)  # its output
+        assert is_tiled(num_rows, 4864, 896, may_split=True)  # its last product
+        assert is_tiled(num_rows, 1024, 3072, gated=True)  # the first of Qwen3-0.6B's feed-forward
+        assert is_tiled(num_rows, 896, 151936) == (num_rows <= 64)  # logits
+
+
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "kind", "expected"),
+    [
+        (4096, 6144, "plain", [1, 1, 1, 0, 0]),  # Llama-3.1-8B: queries, keys and values
+        (4096, 4096, "split", [2, 2, 2, 0, 0]),  # its output
+        (4096, 14336, "gated", [1, 1, 1, 1, 0]),  # the first product of its feed-forward
+        (14336, 4096, "split", [2, 2, 2, 0, 0]),  # the last
+        (8960, 1536, "split", [2, 2, 4, 0, 0]),  # that of Qwen2.5-1.5B
+        (8192, 2048, "split", [2, 2, 2, 0, 0]),  # of Llama-3.2-1B, of which four pieces would be too many
+        (3072, 1024, "split", [4, 4, 4, 2, 2]),  # of Qwen3-0.6B
+        (5120, 17408, "gated", [1, 1, 1, 0, 0]),  # Qwen3-14B's first
+        (17408, 5120, "split", [1, 1, 1, 0, 0]),  # its last
+        (4096, 128256, "plain", [1, 1, 1, 0, 0]),  # logits
+    ],
+)
+def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
+    size: int, num_outputs: int, kind: str, expected: list[int]
+) -> None:
+    """In so many pieces; none: they are not."""
+    tilings = [
+        product_tilings.choose_tiling(
+            rows, size, num_outputs, gated=kind == "gated", may_split=kind == "split", processors=132
+        )
+        for rows in (8, 32, 64, 128, 129)
+    ]
+    assert [0 if tiling is None else tiling.pieces for tiling in tilings] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "expected"),
+    [
+        (64, 896, 4864, (64, 128)),  # Qwen2.5-0.5B: 76 tiles
+        (128, 896, 4864, (128, 128)),
+        (136, 896, 4864, (128, 160)),
+        (192, 896, 4864, (128, 160)),
+        (208, 896, 4864, (128, 160)),  # twice 61, where it would be twice 76
+        (256, 896, 4864, (128, 160)),
+        (64, 1536, 8960, (64, 160)),  # Qwen2.5-1.5B: 112 instead of 140
+        (128, 2560, 9728, (128, 160)),  # Qwen3-4B: 122 instead of 152
+        (256, 2560, 9728, None),
+        (256, 1024, 3072, (128, 128)),  # Qwen3-0.6B
+    ],
+)
+def test_gated_tiles_are_as_wide_as_lets_all_be_computed_at_once(
+    num_rows: int, size: int, num_outputs: int, expected: tuple[int, int] | None
+) -> None:
+    tiling = product_tilings.choose_tiling(
+        num_rows, size, num_outputs, gated=True, may_split=False, processors=132
+    )
+    assert (None if tiling is None else (tiling.rows, tiling.width)) == expected
