@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import more_models
@@ -66,12 +65,7 @@ def measure(name: str, rows: int, weights: list[torch.Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=list(more_models.CONFIGS), default=["Qwen3-0.6B"])
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    options = parser.parse_args()
+    options = more_models.parser_of_rows(__doc__, ROWS).parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds, bfloat16")
     for name in options.models:
         config = more_models.CONFIGS[name]

@@ -12,7 +12,6 @@ not slowed down by the power that long ones take.
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -178,11 +177,7 @@ def show_kernels(step: Callable[[], torch.Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=list(more_models.CONFIGS), default=["Qwen3-0.6B"])
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser = more_models.parser_of_rows(__doc__, ROWS)
     parser.add_argument("--without", nargs="+", choices=list(WITHOUT), default=[], help="parts to leave out")
     parser.add_argument("--trace", action="store_true", help="show the kernels of a layer")
     options = parser.parse_args()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,13 @@ def write(folder: Path, name: str, *, layers: int | None = None) -> Path:
     (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / name / "config.json").write_text(json.dumps(config, indent=1))
     return folder / name
+
+
+def parser_of_rows(description: str | None, rows: Sequence[int]) -> argparse.ArgumentParser:
+    """For scripts that measure models by the number of rows: which of both."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=["Qwen3-0.6B"])
+    parser.add_argument("--rows", nargs="+", type=int, default=rows)
+    return parser

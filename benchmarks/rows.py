@@ -8,8 +8,6 @@ captured and replayed.
 
 from __future__ import annotations
 
-import argparse
-
 import more_models
 import torch
 import torch.nn.functional as F
@@ -44,12 +42,7 @@ def microseconds(rows: int, weights: list[torch.Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=list(more_models.CONFIGS), default=["Qwen3-0.6B"])
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    options = parser.parse_args()
+    options = more_models.parser_of_rows(__doc__, ROWS).parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds, bfloat16")
     for name in options.models:
         for title, shape in weights_of(name).items():

@@ -182,6 +182,17 @@ def test_which_products_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not plain._is_streamed(x.float(), small.float())
 
 
+def test_rows_that_have_tiles_of_their_own_are_some_and_go_into_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for rows, expected in ((1, False), (2, True), (256, True), (257, False)):
+        x = torch.empty(rows, 8, device="meta")
+        assert not plain._are_some_rows_of_a_graph(x)
+        with replayed():
+            assert plain._are_some_rows_of_a_graph(x) == expected
+
+
 # ── kernels for Hopper: where they are, and what else many rows go by ──
 
 

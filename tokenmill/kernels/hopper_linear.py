@@ -55,9 +55,8 @@ def product(
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
     assert tiling.pieces == 1 or not gated
     assert not (tiling.weights_left and tiling.more)
-    assert (
-        tiling.weights_left or not gated or tiling.inputs == 64
-    )  # halves of wider tiles lie between each other
+    # With more inputs the halves of a gated tile lie between each other, and are multiplied as one tile.
+    assert tiling.weights_left or not gated or tiling.inputs == 64
     steps = ceil_div(size, tiling.inputs)
     if tiling.pieces > 1:
         shape = (tiling.pieces, num_rows, num_outputs)

@@ -16,7 +16,7 @@ FIRST_CAPTURE_SECONDS = 0.05
 _SHARE_WAITED_FOR = 0.3
 # So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward, with 7 to 14
 # billion parameters.
-SLOW_SIZE = 448
+_SLOW_SIZE = 448
 # What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
 _FLOPS_PER_SECOND = 4e14
 _MIN_ROW_SECONDS = 1e-6
@@ -28,7 +28,7 @@ def batch_sizes(most: int) -> list[int]:
     Products of libraries come in steps of eight rows.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, most, 64)]
-    return [size for size in sizes if size < most and size != SLOW_SIZE] + [most]
+    return [size for size in sizes if size < most and size != _SLOW_SIZE] + [most]
 
 
 def row_seconds(num_parameters: int) -> float:
