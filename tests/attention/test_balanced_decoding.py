@@ -32,8 +32,8 @@ def balanced(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     decode = triton_balanced.decode
 
     def counted(q: torch.Tensor, rows: object, runs: triton_balanced.Runs, **more: object) -> None:
-        counts.append(int(runs.cuts_3P[0, -1]))
-        sizes = runs.cuts_3P[0].diff()
+        counts.append(int(runs.cuts_P[-1]))
+        sizes = runs.cuts_P.diff()
         assert sizes.max() - sizes.min() <= 1, "a run is longer than others"
         decode(q, rows, runs, **more)
 

@@ -310,10 +310,10 @@ def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
         "k_cache": PAGES,
         "v_cache": PAGES,
         "scale_log2": "fp32",
-        **dict.fromkeys(("stride_tile", "stride_table", "stride_ot", "stride_oh"), "i32"),
+        **dict.fromkeys(("num_runs", "stride_tile", "stride_table", "stride_ot", "stride_oh"), "i32"),
     }
-    names = ("page_table", "tiles", "cuts", "out", "parts", "logs")
-    pointers = dict(zip(names, ("i32", "i32", "i32", "bf16", "fp32", "fp32"), strict=True))
+    names = ("page_table", "tiles", "cuts", "taken", "out", "parts", "logs")
+    pointers = dict(zip(names, (*["i32"] * 4, "bf16", "fp32", "fp32"), strict=True))
     options = {"num_warps": 4, "maxnreg": tiling.registers}
     return compiled(hopper_decode._decode_kernel, pointers, scalars, constants, **options)
 

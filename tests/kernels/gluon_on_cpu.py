@@ -86,6 +86,16 @@ class Shared:
         return SimpleNamespace(load=lambda: self.load().T, store=lambda value: self.store(value.T))
 
 
+class Cells(list[np.ndarray]):
+    """Single numbers in shared memory."""
+
+    def index(self, place: Any) -> SimpleNamespace:  # type: ignore[override]
+        cell = self[int(place)]
+        return SimpleNamespace(
+            load=lambda layout: tensor(cell.copy()), store=lambda value: cell.__setitem__(slice(None), value)
+        )
+
+
 class Barrier:
     """Opens when `count` have arrived and all bytes that were announced are there."""
 
@@ -199,10 +209,19 @@ def _store(target: Pointer, value: np.ndarray, mask: Any) -> None:
     target.storage[np.asarray(target.places)[mask]] = np.asarray(value)[mask]
 
 
+def _atomic_add(target: Pointer, value: Any, sem: str) -> Tensor:
+    """No two programs run at the same time here."""
+    before = tensor(target.storage[target.places].copy())
+    target.storage[target.places] += value
+    return before
+
+
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barrier":
         return Barriers(Barrier() for _ in range(shape[0]))
     *tiles, tokens, width = shape
+    if width == 1:
+        return Cells(np.zeros(1, dtype) for _ in range(tokens))
     return Shared(np.full((math.prod(tiles) * (width // 64), tokens, 64), np.nan, dtype), tuple(shape))
 
 
@@ -292,6 +311,7 @@ def load_module(path: Path) -> ModuleType:
         exp=lambda x: tensor(np.exp(x)),
         load=_load,
         store=_store,
+        atomic_add=_atomic_add,
         static_range=range,
         convert_layout=lambda x, layout: x,
         thread_barrier=_nothing,
@@ -307,6 +327,7 @@ def load_module(path: Path) -> ModuleType:
                 "DotOperandLayout",
                 "NVMMADistributedLayout",
                 "NVMMASharedLayout",
+                "SwizzledSharedLayout",
             ),
             _nothing,
         ),

@@ -33,6 +33,7 @@ def hopper(load_on_cpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
     monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS_HOPPER", 1)
     monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
+    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)  # rows here have few
     return module
 
 
@@ -47,6 +48,7 @@ def decode(hopper: Any, step: Any, spec: AttentionSpec, page_size: int) -> list[
 def test_random_rows(
     ragged: SimpleNamespace, hopper: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    """Programs run one after the other here, so the first one takes all short runs."""
     draw = random.Random(seed)
     heads, kv_heads = draw.choice(((4, 1), (7, 1), (2, 2), (12, 1)))
     head_dim, page_size = draw.choice((64, 128)), draw.choice((16, 32))
@@ -65,6 +67,36 @@ def test_random_rows(
     )
     for out in decode(hopper, step, spec, page_size):
         assert ragged.relative_error(out, step.expected) < 1e-6
+
+
+def test_short_runs_go_to_whoever_asks(
+    ragged: SimpleNamespace, hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them once; where rows have few tiles there are none, and nobody asks."""
+    from tokenmill.kernels import triton_balanced
+
+    given: list[int] = []
+    atomic_add = hopper.gl.atomic_add
+
+    def noted(taken: Any, value: int, sem: str) -> Any:
+        before = atomic_add(taken, value, sem)
+        given.append(int(before))
+        return before
+
+    monkeypatch.setattr(hopper.gl, "atomic_add", noted)
+    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(64, 3, 96, 2))
+    monkeypatch.setattr(triton_balanced, "num_processors", lambda _: 1)
+    monkeypatch.setattr(triton_balanced, "LONG_SHARE", 0.5)
+    spec = AttentionSpec(4, 1, 64, scale=0.125)
+    step = ragged.ragged_step(
+        spec, [(1, 700), (1, 90), (1, 500)], page_size=16, dtype=torch.float32, seed=1, device="cpu"
+    )
+    for fewest, expected in ((1, [0, 1, 2, 3, 4, 5, 6, 7, 8] * 2), (10, [])):
+        monkeypatch.setattr(triton_balanced, "FEWEST_TILES", fewest)
+        given.clear()
+        for out in decode(hopper, step, spec, 16):
+            assert ragged.relative_error(out, step.expected) < 1e-6
+        assert given == expected  # six short runs, and the last time each of three programs asks
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

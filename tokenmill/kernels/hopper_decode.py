@@ -3,8 +3,9 @@
 It takes the runs of `triton_balanced.py`, which is the reference and puts the pieces of rows together. Keys
 are the left factor, and the few queries of a key head the right one, so that tensor cores multiply little in
 vain; then values, turned round, and weights. Old keys and values are on their way while the kernel before
-still runs (`triton_overlap.py`). Letters are those of `attention/base.py`. This is Gluon (see
-`hopper_pages.py`).
+still runs (`triton_overlap.py`). A program begins with the run of its number, and the warp that feeds it
+takes short runs afterwards, as long as there are any. Letters are those of `attention/base.py`. This is Gluon
+(see `hopper_pages.py`).
 """
 
 # Gluon rewrites these functions: their arguments are pointers and scalars of its own language.
@@ -87,17 +88,19 @@ def attend(
     queries = -(-group // QUERIES) * QUERIES
     launch(
         _decode_kernel,
-        (num_kv_heads, runs.shape.num_runs),
+        (num_kv_heads, runs.shape.num_programs),
         _query_tiles(q_RHD, queries),
         page_tiles(rows.key_cache_NBKD),
         page_tiles(rows.value_cache_NBKD),
         rows.page_table_RP,
         runs.tiles_3N,
-        runs.cuts_3P,
+        runs.cuts_P,
+        runs.taken_1,
         out_RHD,
         pieces.parts_KP2GD,
         pieces.logs_KP2G,
         scale * LOG2_E,
+        runs.shape.num_runs,
         runs.tiles_3N.shape[1],
         rows.page_table_RP.stride(0),
         out_RHD.stride(0),
@@ -148,9 +151,41 @@ def _copy_queries(
 
 
 @gluon.jit
+def _take_run(number, claims, barriers, cuts, taken, num_runs, STAGES: gl.constexpr):
+    """Tell the other warps what comes after their run number `number`: (key head, run), or -1 for none."""
+    num_heads = gl.num_programs(0)
+    num_programs = gl.num_programs(1)
+    num_tiles = gl.load(cuts + num_runs)
+    claim = num_heads * num_runs
+    if gl.load(cuts + num_programs) < num_tiles:  # there are short runs
+        claim = gl.atomic_add(taken, 1, sem="relaxed") + num_heads * num_programs
+    run = gl.minimum(claim // num_heads, num_runs)
+    is_there = gl.load(cuts + run) < num_tiles
+    slot = number % STAGES
+    mbarrier.wait(barriers.index(5 * STAGES + slot), number // STAGES % 2 ^ 1)
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    claims.index(slot).store(gl.full([1], gl.where(is_there, claim, -1), gl.int32, lane))
+    gl.thread_barrier()
+    mbarrier.arrive(barriers.index(4 * STAGES + slot))
+    return claim % num_heads, gl.where(is_there, run, -1)
+
+
+@gluon.jit
+def _next_run(number, claims, barriers, STAGES: gl.constexpr):
+    """What `_take_run` has told."""
+    slot = number % STAGES
+    mbarrier.wait(barriers.index(4 * STAGES + slot), number // STAGES % 2)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    claim = gl.max(claims.index(slot).load(lanes), axis=0)
+    mbarrier.arrive(barriers.index(5 * STAGES + slot))
+    num_heads = gl.num_programs(0)
+    return claim % num_heads, gl.where(claim < 0, -1, claim // num_heads)
+
+
+@gluon.jit
 def _feed(
-    q, k_cache, v_cache, q_tiles, k_tiles, v_tiles, barriers, page_table, tiles, cuts, stride_tile,
-    stride_table,
+    q, k_cache, v_cache, q_tiles, k_tiles, v_tiles, claims, barriers, page_table, tiles, cuts, taken,
+    num_runs, stride_tile, stride_table,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ARE_NEW: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -162,9 +197,9 @@ def _feed(
     if ARE_NEW:
         wait_for_inputs(OVERLAP)
     kv_head = gl.program_id(0)
-    begin = gl.load(cuts + gl.program_id(1))
-    count = gl.load(cuts + gl.program_id(1) + 1) - begin
-    early = gl.minimum(count, STAGES)
+    run = gl.program_id(1)
+    begin = gl.load(cuts + run)
+    early = gl.minimum(gl.load(cuts + run + 1) - begin, STAGES)
     for step in range(early):
         row, start, length = _nth_tile(tiles, stride_tile, begin + step)
         if start + BLOCK_N < length:
@@ -174,86 +209,102 @@ def _feed(
                 PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
             )  # fmt: skip
     wait_for_inputs(OVERLAP)
-    for step in range(count):
-        row, start, length = _nth_tile(tiles, stride_tile, begin + step)
-        if (step >= early) | (start + BLOCK_N >= length):
-            copy_tokens(
-                step, k_cache, v_cache, k_tiles, v_tiles, barriers,
-                page_table + row.to(gl.int64) * stride_table, start, length, kv_head,
-                PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
-            )  # fmt: skip
-        _copy_queries(step, q, q_tiles, barriers, row, kv_head * GROUP, HEAD_DIM, BLOCK_Q, STAGES)
+    step = 0  # of all runs
+    number = 0  # of the run
+    while run >= 0:
+        begin = gl.load(cuts + run)
+        end = gl.load(cuts + run + 1)
+        for tile in range(begin, end):
+            row, start, length = _nth_tile(tiles, stride_tile, tile)
+            if (step >= early) | (start + BLOCK_N >= length):
+                copy_tokens(
+                    step, k_cache, v_cache, k_tiles, v_tiles, barriers,
+                    page_table + row.to(gl.int64) * stride_table, start, length, kv_head,
+                    PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+                )  # fmt: skip
+            _copy_queries(step, q, q_tiles, barriers, row, kv_head * GROUP, HEAD_DIM, BLOCK_Q, STAGES)
+            step += 1
+        kv_head, run = _take_run(number, claims, barriers, cuts, taken, num_runs, STAGES)
+        number += 1
 
 
 @gluon.jit
 def _attend(
-    q_tiles, k_tiles, v_tiles, weight_tile, barriers, tiles, cuts, out, parts, logs, scale_log2, stride_tile,
-    stride_ot, stride_oh,
+    q_tiles, k_tiles, v_tiles, weight_tile, claims, barriers, tiles, cuts, out, parts, logs, scale_log2,
+    num_runs, stride_tile, stride_ot, stride_oh,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the running softmax of the rows of a run, one after the other."""
+    """Four warps: the running softmax of the rows of a run, one after the other, and of the next run."""
     wait_for_inputs(OVERLAP)
-    let_next_begin(OVERLAP)  # not before: the next kernel reads the cuts at once
+    let_next_begin(OVERLAP)  # not before: the next kernel reads the joins at once
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    kv_head = gl.program_id(0)
-    run = gl.program_id(1)
-    begin = gl.load(cuts + run)
-    end = gl.load(cuts + run + 1)
     members = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
     numbers = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, layout))
     keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     weights_KQ = weight_tile.permute((1, 0))
     nothing = gl.zeros([BLOCK_N, BLOCK_Q], gl.float32, layout)
-    acc = gl.zeros([HEAD_DIM, BLOCK_Q], gl.float32, layout)
-    totals = gl.zeros([BLOCK_N, BLOCK_Q], gl.float32, layout)  # of the weights at a place of all tiles
-    peak = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    for tile in range(begin, end):
-        row, start, length = _nth_tile(tiles, stride_tile, tile)
-        step = tile - begin
-        slot = step % STAGES
-        phase = step // STAGES % 2
-        mbarrier.wait(barriers.index(slot), phase)
-        queries_DQ = q_tiles.index(slot).permute((1, 0))
-        scores = warpgroup_mma(k_tiles.index(slot), queries_DQ, nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, [scores])
-        mbarrier.arrive(barriers.index(2 * STAGES + slot))
-        visible = start + keys < length
-        scores = gl.where(visible[:, None], scores * scale_log2, float("-inf"))
-        # A row that begins forgets the one before, whose numbers need not be finite.
-        fresh = (start == 0) | (tile == begin)
-        peak = gl.where(fresh, float("-inf"), peak)
-        new_peak = gl.maximum(peak, gl.max(scores, axis=0))
-        weights = gl.exp2(scores - new_peak[None, :])
-        fade = gl.exp2(peak - new_peak)[None, :]
-        peak = new_peak
-        totals = gl.where(fresh, 0.0, totals * fade) + weights
-        acc = gl.where(fresh, 0.0, acc * fade)
-        weights_KQ.store(weights.to(weight_tile.dtype))
-        clear_past(step, v_tiles, barriers, length - start, HEAD_DIM, BLOCK_N, STAGES)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.wait(barriers.index(STAGES + slot), phase)
-        acc = warpgroup_mma(v_tiles.index(slot).permute((1, 0)), weights_KQ, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(barriers.index(3 * STAGES + slot))
-        ends = start + BLOCK_N >= length
-        if ends | (tile + 1 == end):
-            begins = tile - start // BLOCK_N >= begin
-            total = gl.sum(totals, axis=0)
-            answer = acc / total[None, :]
-            keep = (members < GROUP)[None, :] & (numbers < HEAD_DIM)[:, None]
-            if begins & ends:
-                head = kv_head * GROUP + members
-                target = row.to(gl.int64) * stride_ot + head[None, :] * stride_oh + numbers[:, None]
-                gl.store(out + target, answer.to(out.dtype.element_ty), mask=keep)
-            else:
-                place = ((kv_head * gl.num_programs(1) + run) * 2 + begins.to(gl.int32)) * BLOCK_G + members
-                gl.store(parts + place[None, :] * HEAD_DIM + numbers[:, None], answer, mask=keep)
-                gl.store(logs + place, peak + gl.log2(total), mask=members < BLOCK_G)
+    kv_head = gl.program_id(0)
+    run = gl.program_id(1)
+    step = 0  # of all runs
+    number = 0  # of the run
+    while run >= 0:
+        begin = gl.load(cuts + run)
+        end = gl.load(cuts + run + 1)
+        acc = gl.zeros([HEAD_DIM, BLOCK_Q], gl.float32, layout)
+        totals = gl.zeros([BLOCK_N, BLOCK_Q], gl.float32, layout)  # of the weights at a place of all tiles
+        peak = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+        for tile in range(begin, end):
+            row, start, length = _nth_tile(tiles, stride_tile, tile)
+            slot = step % STAGES
+            phase = step // STAGES % 2
+            mbarrier.wait(barriers.index(slot), phase)
+            queries_DQ = q_tiles.index(slot).permute((1, 0))
+            scores = warpgroup_mma(k_tiles.index(slot), queries_DQ, nothing, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, [scores])
+            mbarrier.arrive(barriers.index(2 * STAGES + slot))
+            visible = start + keys < length
+            scores = gl.where(visible[:, None], scores * scale_log2, float("-inf"))
+            # A row that begins forgets the one before, whose numbers need not be finite.
+            fresh = (start == 0) | (tile == begin)
+            peak = gl.where(fresh, float("-inf"), peak)
+            new_peak = gl.maximum(peak, gl.max(scores, axis=0))
+            weights = gl.exp2(scores - new_peak[None, :])
+            fade = gl.exp2(peak - new_peak)[None, :]
+            peak = new_peak
+            totals = gl.where(fresh, 0.0, totals * fade) + weights
+            acc = gl.where(fresh, 0.0, acc * fade)
+            weights_KQ.store(weights.to(weight_tile.dtype))
+            clear_past(step, v_tiles, barriers, length - start, HEAD_DIM, BLOCK_N, STAGES)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.wait(barriers.index(STAGES + slot), phase)
+            acc = warpgroup_mma(v_tiles.index(slot).permute((1, 0)), weights_KQ, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(barriers.index(3 * STAGES + slot))
+            step += 1
+            ends = start + BLOCK_N >= length
+            if ends | (tile + 1 == end):
+                begins = tile - start // BLOCK_N >= begin
+                total = gl.sum(totals, axis=0)
+                answer = acc / total[None, :]
+                keep = (members < GROUP)[None, :] & (numbers < HEAD_DIM)[:, None]
+                if begins & ends:
+                    head = kv_head * GROUP + members
+                    target = row.to(gl.int64) * stride_ot + head[None, :] * stride_oh + numbers[:, None]
+                    gl.store(out + target, answer.to(out.dtype.element_ty), mask=keep)
+                else:
+                    place = ((kv_head * num_runs + run) * 2 + begins.to(gl.int32)) * BLOCK_G + members
+                    gl.store(parts + place[None, :] * HEAD_DIM + numbers[:, None], answer, mask=keep)
+                    gl.store(logs + place, peak + gl.log2(total), mask=members < BLOCK_G)
+        kv_head, run = _next_run(number, claims, barriers, STAGES)
+        number += 1
 
 
-@gluon.jit(do_not_specialize=["stride_tile", "stride_table"], do_not_specialize_on_alignment=["page_table"])
+@gluon.jit(
+    do_not_specialize=["num_runs", "stride_tile", "stride_table"],
+    do_not_specialize_on_alignment=["page_table", "cuts", "taken"],
+)
 def _decode_kernel(
     q,
     k_cache,
@@ -261,10 +312,12 @@ def _decode_kernel(
     page_table,
     tiles,
     cuts,
+    taken,
     out,
     parts,
     logs,
     scale_log2,
+    num_runs,
     stride_tile,
     stride_table,
     stride_ot,
@@ -283,20 +336,21 @@ def _decode_kernel(
     k_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_N, HEAD_DIM], TILE_LAYOUT)
     v_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_N, HEAD_DIM], TILE_LAYOUT)
     weight_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_Q, BLOCK_N], TILE_LAYOUT)
-    barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    # The runs that come next, as the feeding warp has told.
+    claims = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barriers = gl.allocate_shared_memory(gl.int64, [6 * STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=2)  # keys, and the queries that meet them
-        mbarrier.init(barriers.index(STAGES + stage), count=1)
-        mbarrier.init(barriers.index(2 * STAGES + stage), count=1)
-        mbarrier.init(barriers.index(3 * STAGES + stage), count=1)
+        for kind in gl.static_range(1, 6):
+            mbarrier.init(barriers.index(kind * STAGES + stage), count=1)
 
     feed = (
-        q, k_cache, v_cache, q_tiles, k_tiles, v_tiles, barriers, page_table, tiles, cuts, stride_tile,
-        stride_table,
+        q, k_cache, v_cache, q_tiles, k_tiles, v_tiles, claims, barriers, page_table, tiles, cuts, taken,
+        num_runs, stride_tile, stride_table,
     )  # fmt: skip
     attend = (
-        q_tiles, k_tiles, v_tiles, weight_tile, barriers, tiles, cuts, out, parts, logs, scale_log2,
-        stride_tile, stride_ot, stride_oh,
+        q_tiles, k_tiles, v_tiles, weight_tile, claims, barriers, tiles, cuts, out, parts, logs, scale_log2,
+        num_runs, stride_tile, stride_ot, stride_oh,
     )  # fmt: skip
     feeding: gl.constexpr = (
         GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_Q, BLOCK_N, STAGES, ARE_NEW, OVERLAP,

@@ -15,7 +15,8 @@ class RunShape:
     """How keys are cut, and which kernel takes them."""
 
     tile_keys: int  # the last tile of a row may be partly empty
-    num_runs: int  # for each key head: as many as are computed at the same time
+    num_programs: int  # for each key head: as many as run at the same time; each takes a long run first
+    num_runs: int  # for each key head: the long ones, then short ones, for programs that are done sooner
     for_hopper: bool
 
 
@@ -25,9 +26,10 @@ class Runs:
 
     shape: RunShape
     tiles_3N: torch.Tensor  # int32: row, first key, length of the row; the rest is not written
-    # int32, for each run and once more: its first tile (at last the number of tiles); the row to put together
-    # at its end, or -1; the run with that row's first tile.
-    cuts_3P: torch.Tensor
+    cuts_P: torch.Tensor  # int32: the first tile of each run, and at last the number of tiles
+    # int32: row, the runs with its first and its last tile; of rows that lie in one run both may be zero.
+    joins_3J: torch.Tensor
+    taken_1: torch.Tensor  # int32: how many of the short runs, of all key heads, some program has taken
 
 
 @dataclass(frozen=True, slots=True)

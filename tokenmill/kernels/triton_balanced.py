@@ -2,7 +2,9 @@
 
 The keys of all rows stand in one list of tiles, and each program takes an equal run of it, whatever rows
 that cuts: no program is left over at the end, and none starts anew at each row. A row that lies in one run is
-complete; of the others each run leaves a piece, and a second kernel puts those together.
+complete; of the others each run leaves a piece, and a second kernel puts those together. On Hopper GPUs
+some processors are a quarter faster than others: there the last part of the list is cut into short runs, and
+whoever is done takes the next of them. Where the list is cut depends on the rows' lengths alone.
 
 Letters as in `attention/base.py`; nothing here waits for the device, and a launch depends on host numbers
 only through upper bounds. On Hopper GPUs the kernel of `hopper_decode.py` takes the runs, where it knows the
@@ -41,6 +43,11 @@ REGISTERS = 128
 FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 8
 SHORT_ROW = 512  # keys; a program that begins early takes room from the products of a row that is alone
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
+# Of all tiles, what the long runs have; the rest are short ones, at most so many for each program. There are
+# none where a program has fewer tiles than these: to take a run costs time, too.
+LONG_SHARE = 0.85
+SHORT_RUNS = 2
+FEWEST_TILES = 6
 PIECES_AT_ONCE = 8
 LISTED_AT_ONCE = 256
 ROWS_AT_ONCE = 1024
@@ -65,8 +72,9 @@ def choose_shape(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> RunShape
     is_alone = for_hopper and num_rows == 1 and longest <= SHORT_ROW
     if num_rows * num_kv_heads < fewest or is_alone:
         return None
-    num_runs = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
-    return RunShape(keys, num_runs, for_hopper)
+    num_programs = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
+    num_runs = num_programs * (1 + SHORT_RUNS) if for_hopper else num_programs
+    return RunShape(keys, num_programs, num_runs, for_hopper)
 
 
 def _is_for_hopper(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
@@ -82,24 +90,32 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
     tile_keys, num_runs = shape.tile_keys, shape.num_runs
     num_rows, device = lengths_R.shape[0], lengths_R.device
     tiles_3N = torch.empty((3, num_rows * ceil_div(longest, tile_keys)), dtype=torch.int32, device=device)
+    num_joins = min(num_rows, num_runs)
     # While kernels are compiled, the one that fills it may be skipped: then there are no tiles.
-    cuts_3P = torch.zeros((3, num_runs + 1), dtype=torch.int32, device=device)
+    zeros = torch.zeros(num_runs + 1 + 3 * num_joins + 1, dtype=torch.int32, device=device)
+    cuts_P, joins_J, taken_1 = zeros.split((num_runs + 1, 3 * num_joins, 1))
     _list_kernel[(num_rows,)](
         lengths_R,
         tiles_3N,
-        cuts_3P,
+        cuts_P,
+        joins_J,
         tiles_3N.shape[1],
+        num_joins,
         num_rows,
         _stride(num_rows),
+        NUM_PROGRAMS=shape.num_programs,
         NUM_RUNS=num_runs,
+        LONG_SHARE=int(1024 * LONG_SHARE) if num_runs > shape.num_programs else 1024,
+        FEWEST_TILES=FEWEST_TILES,
+        BY_ROW=num_joins == num_rows,
         BLOCK_N=tile_keys,
-        BLOCK_RUNS=next_power_of_2(num_runs),
+        BLOCK_RUNS=next_power_of_2(num_runs + 1),
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         LISTED_AT_ONCE=LISTED_AT_ONCE,
         num_warps=4,
         **overlap_options(device),
     )
-    return Runs(shape, tiles_3N, cuts_3P)
+    return Runs(shape, tiles_3N, cuts_P, joins_J.view(3, num_joins), taken_1)
 
 
 def _stride(num_rows: int) -> int:
@@ -141,11 +157,14 @@ def decode(
         _attend(q_RHD, rows, runs, scale=scale, pieces=pieces, out_RHD=out_RHD)
     launch(
         _join_kernel,
-        (num_heads, num_runs),
+        (num_heads, runs.joins_3J.shape[1]),
         pieces.parts_KP2GD,
         pieces.logs_KP2G,
-        runs.cuts_3P,
+        runs.cuts_P,
+        runs.joins_3J,
+        runs.taken_1,
         out_RHD,
+        num_runs,
         out_RHD.stride(0),
         out_RHD.stride(1),
         **_constants(q_RHD, num_kv_heads),
@@ -168,13 +187,13 @@ def _attend(
     num_kv_heads = rows.key_cache_NBKD.shape[2]
     launch(
         _balanced_kernel,
-        (num_kv_heads, runs.shape.num_runs),
+        (num_kv_heads, runs.shape.num_programs),
         q_RHD,
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
         rows.page_table_RP,
         runs.tiles_3N,
-        runs.cuts_3P,
+        runs.cuts_P,
         out_RHD,
         pieces.parts_KP2GD,
         pieces.logs_KP2G,
@@ -210,18 +229,39 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
 
 
+@triton.jit
+def _first_tile(
+    runs, num_tiles, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
+    FEWEST_TILES: tl.constexpr,
+):  # fmt: skip
+    """Of each run; those that are left over begin behind the last tile. `num_tiles` is int64."""
+    are_few = num_tiles < FEWEST_TILES * NUM_PROGRAMS
+    in_long = tl.where(are_few, num_tiles, num_tiles * LONG_SHARE // 1024)
+    rest = num_tiles - in_long
+    num_short = tl.maximum(1, tl.minimum(NUM_RUNS - NUM_PROGRAMS, rest))
+    short = tl.minimum(runs - NUM_PROGRAMS, num_short)
+    first = tl.where(runs < NUM_PROGRAMS, in_long * runs // NUM_PROGRAMS, in_long + rest * short // num_short)
+    return first.to(tl.int32)
+
+
 @triton.jit(
-    do_not_specialize=["num_rows", "stride_tile", "stride_row"],
-    do_not_specialize_on_alignment=["lengths"],
+    do_not_specialize=["num_joins", "num_rows", "stride_tile", "stride_row"],
+    do_not_specialize_on_alignment=["lengths", "cuts", "joins"],
 )
 def _list_kernel(
     lengths,
     tiles,
     cuts,
+    joins,
     stride_tile,
+    num_joins,
     num_rows,
     stride_row,
+    NUM_PROGRAMS: tl.constexpr,
     NUM_RUNS: tl.constexpr,
+    LONG_SHARE: tl.constexpr,
+    FEWEST_TILES: tl.constexpr,
+    BY_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
@@ -230,7 +270,7 @@ def _list_kernel(
 ):
     """One row: its tiles, behind those of all rows that are listed before it, and the runs that begin in it.
 
-    The lengths of runs differ by one tile at most.
+    The lengths of long runs differ by one tile at most, and so do those of short ones.
     """
     let_next_begin(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -256,18 +296,20 @@ def _list_kernel(
         tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
 
     runs = tl.arange(0, BLOCK_RUNS)
-    begins = num_tiles * runs // NUM_RUNS
-    ends = num_tiles * (runs + 1) // NUM_RUNS
+    begins = _first_tile(runs, num_tiles, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES)
+    begins = tl.where(runs < NUM_RUNS, begins, num_tiles.to(tl.int32))
     after = first + number
-    begin_here = (runs < NUM_RUNS) & (begins >= first) & (begins < after)
-    # A row is put together by the run in which it ends, if it began in another one.
-    joins = (begins > first) & (ends >= after)
-    opening = ((first + 1).to(tl.int64) * NUM_RUNS - 1) // num_tiles
-    tl.store(cuts + runs, begins.to(tl.int32), mask=begin_here)
-    tl.store(cuts + NUM_RUNS + 1 + runs, tl.where(joins, row, -1), mask=begin_here)
-    tl.store(cuts + 2 * (NUM_RUNS + 1) + runs, opening.to(tl.int32), mask=begin_here)
-    if rank == num_rows - 1:
-        tl.store(cuts + NUM_RUNS, after)
+    is_last = rank == num_rows - 1
+    keep = (runs <= NUM_RUNS) & (begins >= first) & ((begins < after) | is_last)
+    tl.store(cuts + runs, begins, mask=keep)
+    # The last of the runs that begin so early: those before it may be empty.
+    opening = tl.sum((begins <= first).to(tl.int32), axis=0) - 1
+    closing = tl.sum((begins < after).to(tl.int32), axis=0) - 1
+    if opening < closing:
+        slot = rank if BY_ROW else closing  # only one row can end in a run and begin in another one
+        tl.store(joins + slot, row)
+        tl.store(joins + num_joins + slot, opening)
+        tl.store(joins + 2 * num_joins + slot, closing)
 
 
 @triton.jit(do_not_specialize=["stride_tile", "stride_table"], do_not_specialize_on_alignment=["page_table"])
@@ -352,12 +394,15 @@ def _balanced_kernel(
                 tl.store(logs + places, peak + tl.log2(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["cuts", "joins", "taken"])
 def _join_kernel(
     parts,
     logs,
     cuts,
+    joins,
+    taken,
     out,
+    num_runs,
     stride_ot,
     stride_oh,
     GROUP: tl.constexpr,
@@ -367,23 +412,26 @@ def _join_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One head of the row that ends in a run, but began in another one."""
+    """One head of a row that lies in several runs, if it is one. The next launch may take all runs again."""
     let_next_begin(OVERLAP)
     head = tl.program_id(0)
-    run = tl.program_id(1)
-    num_runs = tl.num_programs(1)
-    row = tl.load(cuts + num_runs + 1 + run)
-    opening = tl.load(cuts + 2 * (num_runs + 1) + run)
+    join = joins + tl.program_id(1)
+    num_joins = tl.num_programs(1)
+    row = tl.load(join)
+    opening = tl.load(join + num_joins)
+    closing = tl.load(join + 2 * num_joins)
     wait_for_inputs(OVERLAP)
-    if row < 0:
+    if (head == 0) & (tl.program_id(1) == 0):
+        tl.store(taken, 0)
+    if opening == closing:
         return
     columns = tl.arange(0, BLOCK_DIM)
     acc = tl.zeros((BLOCK_DIM,), tl.float32)
     total = 0.0
     peak = float("-inf")
-    for some in range(opening, run + 1, PIECES):
+    for some in range(opening, closing + 1, PIECES):
         runs = some + tl.arange(0, PIECES)
-        keep = runs <= run
+        keep = runs <= closing
         place = (head // GROUP * num_runs + runs) * 2 + (runs == opening).to(tl.int32)
         place = place * BLOCK_G + head % GROUP
         log = tl.load(logs + place, mask=keep, other=float("-inf"))
