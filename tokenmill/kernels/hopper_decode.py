@@ -341,6 +341,7 @@ def _decode_kernel(
     barriers = gl.allocate_shared_memory(gl.int64, [6 * STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=2)  # keys, and the queries that meet them
+        # Values are there; keys, values are done with; the next run has been told, and taken in.
         for kind in gl.static_range(1, 6):
             mbarrier.init(barriers.index(kind * STAGES + stage), count=1)
 

@@ -27,7 +27,7 @@ class Runs:
     shape: RunShape
     tiles_3N: torch.Tensor  # int32: row, first key, length of the row; the rest is not written
     cuts_P: torch.Tensor  # int32: the first tile of each run, and at last the number of tiles
-    # int32: row, the runs with its first and its last tile; of rows that lie in one run both may be zero.
+    # int32: row, the runs with its first and its last tile; all zero where nothing is to be put together.
     joins_3J: torch.Tensor
     taken_1: torch.Tensor  # int32: how many of the short runs, of all key heads, some program has taken
 
