@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+NOBODY_S = 2**30  # a number that nobody has stored
 PATIENCE_SECONDS = 20.0  # a barrier that does not open by then is a deadlock
 
 
@@ -87,13 +89,22 @@ class Shared:
 
 
 class Cells(list[np.ndarray]):
-    """Single numbers in shared memory."""
+    """Single numbers in shared memory, slowly read and written; each is read once, and wrong otherwise."""
 
     def index(self, place: Any) -> SimpleNamespace:  # type: ignore[override]
         cell = self[int(place)]
-        return SimpleNamespace(
-            load=lambda layout: tensor(cell.copy()), store=lambda value: cell.__setitem__(slice(None), value)
-        )
+
+        def load(layout: Any) -> Tensor:
+            time.sleep(0.003)
+            value = tensor(cell.copy())
+            cell[:] = NOBODY_S
+            return value
+
+        def store(value: np.ndarray) -> None:
+            time.sleep(0.001)
+            cell[:] = value
+
+        return SimpleNamespace(load=load, store=store)
 
 
 class Barrier:
@@ -221,7 +232,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
         return Barriers(Barrier() for _ in range(shape[0]))
     *tiles, tokens, width = shape
     if width == 1:
-        return Cells(np.zeros(1, dtype) for _ in range(tokens))
+        return Cells(np.full(1, NOBODY_S, dtype) for _ in range(tokens))
     return Shared(np.full((math.prod(tiles) * (width // 64), tokens, 64), np.nan, dtype), tuple(shape))
 
 

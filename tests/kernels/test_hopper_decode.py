@@ -33,7 +33,8 @@ def hopper(load_on_cpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
     monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS_HOPPER", 1)
     monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
-    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)  # rows here have few
+    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)  # here rows are few and short
+    monkeypatch.setattr(triton_balanced, "FEWEST_ROWS", 0)
     return module
 
 

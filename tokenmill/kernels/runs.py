@@ -1,4 +1,4 @@
-"""The keys of decoding rows in runs of equal length, as kernels are told of them, and what the runs leave.
+"""The keys of decoding rows in runs, as kernels are told of them, and what the runs leave.
 
 Made in `triton_balanced.py`; letters as in `attention/base.py`.
 """
@@ -29,7 +29,8 @@ class Runs:
     cuts_P: torch.Tensor  # int32: the first tile of each run, and at last the number of tiles
     # int32: row, the runs with its first and its last tile; all zero where nothing is to be put together.
     joins_3J: torch.Tensor
-    taken_1: torch.Tensor  # int32: how many of the short runs, of all key heads, some program has taken
+    # int32: how often programs have asked for a short run, of any key head; zero before each launch.
+    taken_1: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,9 @@ MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 LONG_SHARE = 0.85
 SHORT_RUNS = 2
 FEWEST_TILES = 6
+# Nor where there are fewer rows than this for each program: the last of them would be cut into very many
+# pieces, and one warp puts those of a row together.
+FEWEST_ROWS = 0.6
 PIECES_AT_ONCE = 8
 LISTED_AT_ONCE = 256
 ROWS_AT_ONCE = 1024
@@ -107,6 +110,7 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         NUM_RUNS=num_runs,
         LONG_SHARE=int(1024 * LONG_SHARE) if num_runs > shape.num_programs else 1024,
         FEWEST_TILES=FEWEST_TILES,
+        FEWEST_ROWS=int(FEWEST_ROWS * shape.num_programs),
         BY_ROW=num_joins == num_rows,
         BLOCK_N=tile_keys,
         BLOCK_RUNS=next_power_of_2(num_runs + 1),
@@ -231,11 +235,11 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
 
 @triton.jit
 def _first_tile(
-    runs, num_tiles, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
-    FEWEST_TILES: tl.constexpr,
+    runs, num_tiles, num_rows, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
+    FEWEST_TILES: tl.constexpr, FEWEST_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of each run; those that are left over begin behind the last tile. `num_tiles` is int64."""
-    are_few = num_tiles < FEWEST_TILES * NUM_PROGRAMS
+    are_few = (num_tiles < FEWEST_TILES * NUM_PROGRAMS) | (num_rows < FEWEST_ROWS)
     in_long = tl.where(are_few, num_tiles, num_tiles * LONG_SHARE // 1024)
     rest = num_tiles - in_long
     num_short = tl.maximum(1, tl.minimum(NUM_RUNS - NUM_PROGRAMS, rest))
@@ -261,6 +265,7 @@ def _list_kernel(
     NUM_RUNS: tl.constexpr,
     LONG_SHARE: tl.constexpr,
     FEWEST_TILES: tl.constexpr,
+    FEWEST_ROWS: tl.constexpr,
     BY_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
@@ -296,7 +301,9 @@ def _list_kernel(
         tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
 
     runs = tl.arange(0, BLOCK_RUNS)
-    begins = _first_tile(runs, num_tiles, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES)
+    begins = _first_tile(
+        runs, num_tiles, num_rows, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES, FEWEST_ROWS
+    )
     begins = tl.where(runs < NUM_RUNS, begins, num_tiles.to(tl.int32))
     after = first + number
     is_last = rank == num_rows - 1
