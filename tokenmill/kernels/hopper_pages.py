@@ -5,7 +5,7 @@ Gluon, the layer under Triton's own language: who waits for what is written out,
 for it.
 
 A program has a ring of S stages for keys and one for values, and 4 S barriers: keys are there, values are
-there, keys are done with, values are done with.
+there, keys are done with, values are done with. Others may follow.
 """
 
 # Gluon rewrites these functions: their arguments are pointers and scalars of its own language.

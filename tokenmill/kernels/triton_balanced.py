@@ -94,7 +94,8 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
     num_rows, device = lengths_R.shape[0], lengths_R.device
     tiles_3N = torch.empty((3, num_rows * ceil_div(longest, tile_keys)), dtype=torch.int32, device=device)
     num_joins = min(num_rows, num_runs)
-    # While kernels are compiled, the one that fills it may be skipped: then there are no tiles.
+    # Most rows need no joining, and nobody has taken a run. While kernels are compiled, the one that fills
+    # the cuts may be skipped: then there are no tiles.
     zeros = torch.zeros(num_runs + 1 + 3 * num_joins + 1, dtype=torch.int32, device=device)
     cuts_P, joins_J, taken_1 = zeros.split((num_runs + 1, 3 * num_joins, 1))
     _list_kernel[(num_rows,)](
@@ -111,7 +112,6 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         LONG_SHARE=int(1024 * LONG_SHARE) if num_runs > shape.num_programs else 1024,
         FEWEST_TILES=FEWEST_TILES,
         FEWEST_ROWS=int(FEWEST_ROWS * shape.num_programs),
-        BY_ROW=num_joins == num_rows,
         BLOCK_N=tile_keys,
         BLOCK_RUNS=next_power_of_2(num_runs + 1),
         ROWS_AT_ONCE=ROWS_AT_ONCE,
@@ -238,7 +238,8 @@ def _first_tile(
     runs, num_tiles, num_rows, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
     FEWEST_TILES: tl.constexpr, FEWEST_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each run; those that are left over begin behind the last tile. `num_tiles` is int64."""
+    """Of each run; those that are left over, and what comes behind all runs, begin behind the last tile.
+    `num_tiles` is int64."""
     are_few = (num_tiles < FEWEST_TILES * NUM_PROGRAMS) | (num_rows < FEWEST_ROWS)
     in_long = tl.where(are_few, num_tiles, num_tiles * LONG_SHARE // 1024)
     rest = num_tiles - in_long
@@ -266,7 +267,6 @@ def _list_kernel(
     LONG_SHARE: tl.constexpr,
     FEWEST_TILES: tl.constexpr,
     FEWEST_ROWS: tl.constexpr,
-    BY_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
@@ -304,7 +304,6 @@ def _list_kernel(
     begins = _first_tile(
         runs, num_tiles, num_rows, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES, FEWEST_ROWS
     )
-    begins = tl.where(runs < NUM_RUNS, begins, num_tiles.to(tl.int32))
     after = first + number
     is_last = rank == num_rows - 1
     keep = (runs <= NUM_RUNS) & (begins >= first) & ((begins < after) | is_last)
@@ -313,7 +312,8 @@ def _list_kernel(
     opening = tl.sum((begins <= first).to(tl.int32), axis=0) - 1
     closing = tl.sum((begins < after).to(tl.int32), axis=0) - 1
     if opening < closing:
-        slot = rank if BY_ROW else closing  # only one row can end in a run and begin in another one
+        # By row, if rows are fewer than runs. Only one row can end in a run and begin in another one.
+        slot = tl.where(num_joins == num_rows, rank, closing)
         tl.store(joins + slot, row)
         tl.store(joins + num_joins + slot, opening)
         tl.store(joins + 2 * num_joins + slot, closing)
