@@ -27,6 +27,7 @@ from tokenmill.kernels import (
     hopper_prefill,
     hopper_shared,
     product_tilings,
+    triton_balanced,
     triton_decode,
     triton_linear,
     triton_lookup,
@@ -291,7 +292,7 @@ def hopper_prefixes(head_dim: int, group: int) -> dict[str, Any]:
     return compiled(hopper_shared._shared_kernel, pointers, scalars, constants, num_warps=4)
 
 
-def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
+def runs(head_dim: int, group: int, *, have_short: bool = True) -> dict[str, Any]:
     tiling = hopper_decode.decode_tiling(head_dim)
     queries = -(-group // hopper_decode.QUERIES) * hopper_decode.QUERIES
     constants = {
@@ -302,7 +303,7 @@ def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
         "BLOCK_Q": queries,
         "BLOCK_N": tiling.keys,
         "STAGES": tiling.stages,
-        "ARE_NEW": are_new,
+        "HAVE_SHORT": have_short,
         "OVERLAP": True,
     }
     scalars = {
@@ -310,12 +311,22 @@ def runs(head_dim: int, group: int, *, are_new: bool = False) -> dict[str, Any]:
         "k_cache": PAGES,
         "v_cache": PAGES,
         "scale_log2": "fp32",
-        **dict.fromkeys(("num_runs", "stride_tile", "stride_table", "stride_ot", "stride_oh"), "i32"),
+        **dict.fromkeys(
+            ("are_new", "num_runs", "stride_tile", "stride_table", "stride_ot", "stride_oh"), "i32"
+        ),
     }
     names = ("page_table", "tiles", "cuts", "taken", "out", "parts", "logs")
     pointers = dict(zip(names, (*["i32"] * 4, "bf16", "fp32", "fp32"), strict=True))
     options = {"num_warps": 4, "maxnreg": tiling.registers}
     return compiled(hopper_decode._decode_kernel, pointers, scalars, constants, **options)
+
+
+def join(head_dim: int, group: int, *, pieces: int) -> dict[str, Any]:
+    pointers = {"parts": "fp32", "logs": "fp32", "cuts": "i32", "joins": "i32", "taken": "i32", "out": "bf16"}
+    scalars = dict.fromkeys(("num_runs", "stride_ot", "stride_oh"), "i32")
+    constants = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_G": 16, "BLOCK_DIM": head_dim}
+    constants |= {"PIECES": pieces, "OVERLAP": True}
+    return compiled(triton_balanced._join_kernel, pointers, scalars, constants, num_warps=1)
 
 
 def lookup(size: int, other_size: int) -> dict[str, Any]:
@@ -455,9 +466,12 @@ if __name__ == "__main__":
             "hopper shared 64": hopper_prefixes(64, 7),
             "hopper shared 128": hopper_prefixes(128, 2),
             "runs 64": runs(64, 7),
-            "runs 64 new": runs(64, 7, are_new=True),
+            "runs 64, equal": runs(64, 7, have_short=False),
             "runs 128": runs(128, 4),
             "runs 128, many queries": runs(128, 12),
+            "join 64": join(64, 7, pieces=8),
+            "join 64, few rows": join(64, 7, pieces=32),
+            "join 128, few rows": join(128, 4, pieces=16),
             "norm 4096": norm(4096),
             "lookup 896": lookup(896, 64),
             "lookup 5120": lookup(5120, 128),

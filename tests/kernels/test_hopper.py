@@ -79,12 +79,24 @@ def test_what_a_row_reads_alone_ends_behind_what_it_shares(compiled: dict[str, d
 def test_decoding_in_runs_shares_a_processor(compiled: dict[str, dict[str, Any]]) -> None:
     """As many programs as the tiling says have room for their tiles and registers, keys wait for nobody, and
     products take whole groups of warps."""
-    for name, programs in (("runs 64", 3), ("runs 128", 2), ("runs 128, many queries", 2)):
+    for name, programs in (
+        ("runs 64", 3),
+        ("runs 64, equal", 3),
+        ("runs 128", 2),
+        ("runs 128, many queries", 2),
+    ):
         fact = compiled[name]
         assert programs * (fact["shared"] + 1024) <= 228 * 1024, name
         assert programs * 256 * fact["registers"] <= 65536, name
         assert fact["HGMMA"] > 0, name
         assert fact["HMMA"] == 0, name
+
+
+def test_pieces_are_put_together_behind_a_wait(compiled: dict[str, dict[str, Any]]) -> None:
+    """So is what programs have taken put back: the kernel before may still take something until then."""
+    for name in ("join 64", "join 64, few rows", "join 128, few rows"):
+        assert re.fullmatch("BW[SE]+", compiled[name]["order"]), (name, compiled[name]["order"])
+        assert compiled[name]["stack"] == 0, name
 
 
 def test_prefill_copies_its_own_keys_in_tiles(compiled: dict[str, dict[str, Any]]) -> None:

@@ -49,7 +49,9 @@ def decode(hopper: Any, step: Any, spec: AttentionSpec, page_size: int) -> list[
 def test_random_rows(
     ragged: SimpleNamespace, hopper: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Programs run one after the other here, so the first one takes all short runs."""
+    """Programs run one after the other here, so the first one takes all short runs, if there are any."""
+    from tokenmill.kernels import triton_balanced
+
     draw = random.Random(seed)
     heads, kv_heads = draw.choice(((4, 1), (7, 1), (2, 2), (12, 1)))
     head_dim, page_size = draw.choice((64, 128)), draw.choice((16, 32))
@@ -66,6 +68,7 @@ def test_random_rows(
         heads_first=draw.random() < 0.3,
         device="cpu",
     )
+    monkeypatch.setattr(triton_balanced, "FEWEST_ROWS", draw.choice((0, 1, 1000)))
     for out in decode(hopper, step, spec, page_size):
         assert ragged.relative_error(out, step.expected) < 1e-6
 
@@ -151,14 +154,30 @@ def test_which_rows_go_by_runs(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, kv_heads: int, longest: int, in_runs: bool
 ) -> None:
     """Few rows do, but for a short one alone; heads of one row count as well."""
+    shape = runs_on_132_processors(monkeypatch, num_rows, kv_heads, longest)
+    assert (shape is not None) == in_runs
+
+
+def test_few_rows_have_equal_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There would be too many pieces of each: fewer rows than 0.6 for each program of a key head."""
+    for kv_heads, programs in ((2, 198), (8, 49)):
+        for num_rows, runs in ((16, programs), (119, 3 * programs)):
+            shape = runs_on_132_processors(monkeypatch, num_rows, kv_heads, 1000)
+            assert (shape.num_programs, shape.num_runs) == (programs, runs)
+
+
+def runs_on_132_processors(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, kv_heads: int, longest: int
+) -> Any:
+    """What is chosen for heads of 64, two for each key head."""
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
     from tokenmill.kernels import triton_balanced
     from tokenmill.kernels.triton_attention import PagedRows
 
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
+    monkeypatch.setattr(triton_balanced, "num_processors", lambda _: 132)
     cache = torch.zeros(1, 16, kv_heads, 64)
     rows = PagedRows(
         cache, cache, torch.zeros(num_rows, 1, dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
     )
-    shape = triton_balanced.choose_shape(torch.zeros(num_rows, 2 * kv_heads, 64), rows, longest)
-    assert (shape is not None) == in_runs
+    return triton_balanced.choose_shape(torch.zeros(num_rows, 2 * kv_heads, 64), rows, longest)

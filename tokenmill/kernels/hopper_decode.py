@@ -100,6 +100,7 @@ def attend(
         pieces.parts_KP2GD,
         pieces.logs_KP2G,
         scale * LOG2_E,
+        int(are_new),
         runs.shape.num_runs,
         runs.tiles_3N.shape[1],
         rows.page_table_RP.stride(0),
@@ -112,7 +113,7 @@ def attend(
         BLOCK_Q=queries,
         BLOCK_N=runs.shape.tile_keys,
         STAGES=tiling.stages,
-        ARE_NEW=are_new,
+        HAVE_SHORT=runs.shape.num_runs > runs.shape.num_programs,
         num_warps=4,
         maxnreg=tiling.registers,
         **overlap_options(q_RHD.device),
@@ -185,16 +186,16 @@ def _next_run(number, claims, barriers, STAGES: gl.constexpr):
 @gluon.jit
 def _feed(
     q, k_cache, v_cache, q_tiles, k_tiles, v_tiles, claims, barriers, page_table, tiles, cuts, taken,
-    num_runs, stride_tile, stride_table,
+    are_new, num_runs, stride_tile, stride_table,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ARE_NEW: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAVE_SHORT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the tiles that the others compute with, as soon as there is room.
 
     A step writes the last key of a row only: what stands before the row's last tile waits for no kernel, once
     a first layer has seen to it that the tiles are listed.
     """
-    if ARE_NEW:
+    if are_new:
         wait_for_inputs(OVERLAP)
     kv_head = gl.program_id(0)
     run = gl.program_id(1)
@@ -224,7 +225,10 @@ def _feed(
                 )  # fmt: skip
             _copy_queries(step, q, q_tiles, barriers, row, kv_head * GROUP, HEAD_DIM, BLOCK_Q, STAGES)
             step += 1
-        kv_head, run = _take_run(number, claims, barriers, cuts, taken, num_runs, STAGES)
+        if HAVE_SHORT:
+            kv_head, run = _take_run(number, claims, barriers, cuts, taken, num_runs, STAGES)
+        else:
+            run -= gl.num_programs(1)  # below zero: there is no other
         number += 1
 
 
@@ -233,7 +237,7 @@ def _attend(
     q_tiles, k_tiles, v_tiles, weight_tile, claims, barriers, tiles, cuts, out, parts, logs, scale_log2,
     num_runs, stride_tile, stride_ot, stride_oh,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAVE_SHORT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the running softmax of the rows of a run, one after the other, and of the next run."""
     wait_for_inputs(OVERLAP)
@@ -297,12 +301,15 @@ def _attend(
                     place = ((kv_head * num_runs + run) * 2 + begins.to(gl.int32)) * BLOCK_G + members
                     gl.store(parts + place[None, :] * HEAD_DIM + numbers[:, None], answer, mask=keep)
                     gl.store(logs + place, peak + gl.log2(total), mask=members < BLOCK_G)
-        kv_head, run = _next_run(number, claims, barriers, STAGES)
+        if HAVE_SHORT:
+            kv_head, run = _next_run(number, claims, barriers, STAGES)
+        else:
+            run -= gl.num_programs(1)
         number += 1
 
 
 @gluon.jit(
-    do_not_specialize=["num_runs", "stride_tile", "stride_table"],
+    do_not_specialize=["are_new", "num_runs", "stride_tile", "stride_table"],
     do_not_specialize_on_alignment=["page_table", "cuts", "taken"],
 )
 def _decode_kernel(
@@ -317,6 +324,7 @@ def _decode_kernel(
     parts,
     logs,
     scale_log2,
+    are_new,
     num_runs,
     stride_tile,
     stride_table,
@@ -329,7 +337,7 @@ def _decode_kernel(
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    ARE_NEW: gl.constexpr,
+    HAVE_SHORT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_Q, HEAD_DIM], TILE_LAYOUT)
@@ -347,14 +355,14 @@ def _decode_kernel(
 
     feed = (
         q, k_cache, v_cache, q_tiles, k_tiles, v_tiles, claims, barriers, page_table, tiles, cuts, taken,
-        num_runs, stride_tile, stride_table,
+        are_new, num_runs, stride_tile, stride_table,
     )  # fmt: skip
     attend = (
         q_tiles, k_tiles, v_tiles, weight_tile, claims, barriers, tiles, cuts, out, parts, logs, scale_log2,
         num_runs, stride_tile, stride_ot, stride_oh,
     )  # fmt: skip
     feeding: gl.constexpr = (
-        GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_Q, BLOCK_N, STAGES, ARE_NEW, OVERLAP,
+        GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_Q, BLOCK_N, STAGES, HAVE_SHORT, OVERLAP,
     )  # fmt: skip
-    attending: gl.constexpr = (GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_N, STAGES, OVERLAP)
+    attending: gl.constexpr = (GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_N, STAGES, HAVE_SHORT, OVERLAP)
     gl.warp_specialize([(_attend, attend + attending), (_feed, feed + feeding)], [1], [24])

@@ -52,6 +52,7 @@ FEWEST_TILES = 6
 # pieces, and one warp puts those of a row together.
 FEWEST_ROWS = 0.6
 PIECES_AT_ONCE = 8
+MANY_NUMBERS = 2048  # of a head, that are read at once where rows are few, and so their pieces many
 LISTED_AT_ONCE = 256
 ROWS_AT_ONCE = 1024
 GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
@@ -76,8 +77,8 @@ def choose_shape(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> RunShape
     if num_rows * num_kv_heads < fewest or is_alone:
         return None
     num_programs = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
-    num_runs = num_programs * (1 + SHORT_RUNS) if for_hopper else num_programs
-    return RunShape(keys, num_programs, num_runs, for_hopper)
+    short_runs = SHORT_RUNS if for_hopper and num_rows >= FEWEST_ROWS * num_programs else 0
+    return RunShape(keys, num_programs, num_programs * (1 + short_runs), for_hopper)
 
 
 def _is_for_hopper(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
@@ -111,7 +112,6 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         NUM_RUNS=num_runs,
         LONG_SHARE=int(1024 * LONG_SHARE) if num_runs > shape.num_programs else 1024,
         FEWEST_TILES=FEWEST_TILES,
-        FEWEST_ROWS=int(FEWEST_ROWS * shape.num_programs),
         BLOCK_N=tile_keys,
         BLOCK_RUNS=next_power_of_2(num_runs + 1),
         ROWS_AT_ONCE=ROWS_AT_ONCE,
@@ -172,10 +172,17 @@ def decode(
         out_RHD.stride(0),
         out_RHD.stride(1),
         **_constants(q_RHD, num_kv_heads),
-        PIECES=PIECES_AT_ONCE,
+        PIECES=_pieces_at_once(q_RHD, runs.shape),
         num_warps=1,
         **overlap_options(q_RHD.device),
     )
+
+
+def _pieces_at_once(q_RHD: torch.Tensor, shape: RunShape) -> int:
+    """How many pieces of a row are put together at a time."""
+    num_rows, _, head_dim = q_RHD.shape
+    have_many = shape.num_programs >= PIECES_AT_ONCE * num_rows
+    return max(PIECES_AT_ONCE, MANY_NUMBERS // block_of(head_dim)) if have_many else PIECES_AT_ONCE
 
 
 def _attend(
@@ -235,12 +242,12 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
 
 @triton.jit
 def _first_tile(
-    runs, num_tiles, num_rows, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
-    FEWEST_TILES: tl.constexpr, FEWEST_ROWS: tl.constexpr,
+    runs, num_tiles, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
+    FEWEST_TILES: tl.constexpr,
 ):  # fmt: skip
     """Of each run; those that are left over, and what comes behind all runs, begin behind the last tile.
     `num_tiles` is int64."""
-    are_few = (num_tiles < FEWEST_TILES * NUM_PROGRAMS) | (num_rows < FEWEST_ROWS)
+    are_few = num_tiles < FEWEST_TILES * NUM_PROGRAMS
     in_long = tl.where(are_few, num_tiles, num_tiles * LONG_SHARE // 1024)
     rest = num_tiles - in_long
     num_short = tl.maximum(1, tl.minimum(NUM_RUNS - NUM_PROGRAMS, rest))
@@ -266,7 +273,6 @@ def _list_kernel(
     NUM_RUNS: tl.constexpr,
     LONG_SHARE: tl.constexpr,
     FEWEST_TILES: tl.constexpr,
-    FEWEST_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
@@ -301,9 +307,7 @@ def _list_kernel(
         tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
 
     runs = tl.arange(0, BLOCK_RUNS)
-    begins = _first_tile(
-        runs, num_tiles, num_rows, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES, FEWEST_ROWS
-    )
+    begins = _first_tile(runs, num_tiles, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES)
     after = first + number
     is_last = rank == num_rows - 1
     keep = (runs <= NUM_RUNS) & (begins >= first) & ((begins < after) | is_last)
