@@ -51,6 +51,24 @@ def backend_for(step: Any, spec: AttentionSpec, page_size: int, name: str = "tri
     return create_backend(name, [spec], [step.key_cache], [step.value_cache], page_size)
 
 
+def set_runs(monkeypatch: pytest.MonkeyPatch, *, fewest: int, have_short: bool) -> None:
+    """From how many pairs of row and key head on rows go by runs; whether few rows have short ones, too."""
+    from tokenmill.kernels import triton_balanced
+
+    for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
+        monkeypatch.setattr(triton_balanced, name, fewest)
+    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
+    if have_short:
+        monkeypatch.setattr(triton_balanced, "FEWEST_ROWS", 0)
+        monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)
+
+
+# Few rows in pieces of their own, by runs of equal length, and by runs of which some are short.
+RUNS = pytest.mark.parametrize(
+    ("fewest", "have_short"), [(1000, False), (1, False), (1, True)], ids=["pieces", "runs", "short runs"]
+)
+
+
 def answer(backend: Backend, step: Any) -> torch.Tensor:
     backend.plan(step.layout)
     return backend.run(step.q, step.k, step.v, 0)
@@ -65,16 +83,12 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
     return decodes + prefills or [(1, 1)]
 
 
-@pytest.mark.parametrize("fewest_streams", [1, 1000])
+@RUNS
 @pytest.mark.parametrize("seed", range(14))
 def test_random_batches(
-    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seed: int, fewest_streams: int
+    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seed: int, fewest: int, have_short: bool
 ) -> None:
-    from tokenmill.kernels import triton_balanced
-
-    for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
-        monkeypatch.setattr(triton_balanced, name, fewest_streams)
-    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
+    set_runs(monkeypatch, fewest=fewest, have_short=have_short)
     draw = random.Random(seed)
     heads, kv_heads, head_dim = HEADS[seed % len(HEADS)]
     dtype = list(LIMITS)[seed % 3]
@@ -133,16 +147,12 @@ def test_prompts_of_every_head_size(
     assert ragged.relative_error(answer(backend_for(step, spec, 16), step), step.expected) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("fewest_streams", [1, 1000])
+@RUNS
 def test_a_captured_step_follows_the_device(
-    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fewest_streams: int
+    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fewest: int, have_short: bool
 ) -> None:
     """A graph planned with upper bounds gives each row's own answer after lengths and pages have changed."""
-    from tokenmill.kernels import triton_balanced
-
-    for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
-        monkeypatch.setattr(triton_balanced, name, fewest_streams)
-    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
+    set_runs(monkeypatch, fewest=fewest, have_short=have_short)
     spec = AttentionSpec(16, 8, 128, scale=128**-0.5)
     first, second = (
         ragged.ragged_step(
@@ -189,9 +199,12 @@ def test_a_captured_step_follows_the_device(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_layers_one_after_the_other_in_a_graph(ragged: SimpleNamespace, seed: int) -> None:
+def test_layers_one_after_the_other_in_a_graph(
+    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Attention may begin while the kernel before it still runs, which stores the newest keys: until then
     these are NaN, as is all that belongs to nobody."""
+    set_runs(monkeypatch, fewest=1, have_short=seed > 4)
     draw = random.Random(seed)
     heads, kv_heads, head_dim = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (16, 1, 128), (40, 4, 128)][
         seed % 5
@@ -382,7 +395,11 @@ def test_a_captured_step_follows_the_forest(forests: SimpleNamespace, ragged: Si
         assert ragged.relative_error(out, step.expected) < LIMITS[torch.bfloat16]
 
 
-def test_a_row_of_length_zero_harms_nobody(ragged: SimpleNamespace) -> None:
+@RUNS
+def test_a_row_of_length_zero_harms_nobody(
+    ragged: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fewest: int, have_short: bool
+) -> None:
+    set_runs(monkeypatch, fewest=fewest, have_short=have_short)
     spec = AttentionSpec(14, 2, 64, scale=0.125)
     step = ragged.ragged_step(
         spec, [(1, 50), (1, 900), (1, 3)], page_size=16, dtype=torch.bfloat16, seed=2, device="cuda"
