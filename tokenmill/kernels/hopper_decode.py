@@ -113,7 +113,7 @@ def attend(
         BLOCK_Q=queries,
         BLOCK_N=runs.shape.tile_keys,
         STAGES=tiling.stages,
-        HAVE_SHORT=runs.shape.num_runs > runs.shape.num_programs,
+        HAVE_SHORT=runs.shape.has_short,
         num_warps=4,
         maxnreg=tiling.registers,
         **overlap_options(q_RHD.device),
@@ -227,9 +227,9 @@ def _feed(
             step += 1
         if HAVE_SHORT:
             kv_head, run = _take_run(number, claims, barriers, cuts, taken, num_runs, STAGES)
+            number += 1
         else:
             run -= gl.num_programs(1)  # below zero: there is no other
-        number += 1
 
 
 @gluon.jit
@@ -303,9 +303,9 @@ def _attend(
                     gl.store(logs + place, peak + gl.log2(total), mask=members < BLOCK_G)
         if HAVE_SHORT:
             kv_head, run = _next_run(number, claims, barriers, STAGES)
+            number += 1
         else:
             run -= gl.num_programs(1)
-        number += 1
 
 
 @gluon.jit(

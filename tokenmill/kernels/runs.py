@@ -19,6 +19,11 @@ class RunShape:
     num_runs: int  # for each key head: the long ones, then short ones, for programs that are done sooner
     for_hopper: bool
 
+    @property
+    def has_short(self) -> bool:
+        """Whether there may be short runs."""
+        return self.num_runs > self.num_programs
+
 
 @dataclass(frozen=True, slots=True)
 class Runs:

@@ -110,7 +110,7 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         _stride(num_rows),
         NUM_PROGRAMS=shape.num_programs,
         NUM_RUNS=num_runs,
-        LONG_SHARE=int(1024 * LONG_SHARE) if num_runs > shape.num_programs else 1024,
+        LONG_SHARE=int(1024 * LONG_SHARE) if shape.has_short else 1024,
         FEWEST_TILES=FEWEST_TILES,
         BLOCK_N=tile_keys,
         BLOCK_RUNS=next_power_of_2(num_runs + 1),
