@@ -387,6 +387,7 @@ def product(
         "BLOCK_K": tiling.inputs,
         "STAGES": tiling.stages,
         "OVERLAP": True,
+        "AT_ONCE": 8 if tiling.pieces == 1 else 4,
         "WEIGHTS_LEFT": tiling.weights_left,
     } | ({} if bias else {"bias": None})
     constants |= {} if tiling.more else {"more_weight": None}

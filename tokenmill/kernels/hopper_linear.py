@@ -26,6 +26,7 @@ from tokenmill.kernels.spare_rows import empty_rows, rows_to_copy
 from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
+STORED_BYTES = 16  # by a thread at once
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -87,12 +88,19 @@ def product(
         MORE_N=tiling.more,
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
+        AT_ONCE=numbers_at_once(out, num_outputs),
         WEIGHTS_LEFT=tiling.weights_left,
         num_warps=tiling.num_warps,
         maxnreg=tiling.registers,
         **overlap_options(x_NI.device),
     )
     return out
+
+
+def numbers_at_once(out: torch.Tensor, num_outputs: int) -> int:
+    """How many numbers a thread stores at once: one, if not every row of outputs begins at a multiple."""
+    at_once = STORED_BYTES // out.element_size()
+    return at_once if num_outputs % at_once == 0 else 1
 
 
 def tiles(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -187,54 +195,64 @@ def activated(gate, up, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store(result, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr):
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, result.type.layout))
+def _store(
+    result, out, row, output, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr
+):
+    """Store a tile [rows, outputs]. Threads hold sums that lie apart: they exchange them first, so that each
+    stores AT_ONCE numbers that lie side by side, and those next to it the next ones."""
+    THREADS: gl.constexpr = min(32, result.shape[1] // AT_ONCE)  # of a warp, beside each other
+    wide: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0])
+    result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
+    outputs = output + gl.arange(0, result.shape[1], gl.SliceLayout(0, wide))
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, wide))
     targets = (piece * num_rows + rows).to(gl.int64)[:, None] * num_outputs + outputs[None, :]
     keep = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    gl.store(out + targets, result.to(out.dtype.element_ty), mask=keep)
+    gl.store(out + targets, result, mask=keep)
 
 
 @gluon.jit
 def _finish_plain(
-    acc, bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
+    acc, bias, out, row, output, piece, num_rows, num_outputs,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
     """Store the sums of a tile [rows, outputs], with the bias."""
     outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
     # One of the pieces brings the bias; the others load none of it.
     acc = _with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
-    _store(acc, out, row, outputs, piece, num_rows, num_outputs, BLOCK_M)
+    _store(acc, out, row, output, piece, num_rows, num_outputs, BLOCK_M, AT_ONCE)
 
 
 @gluon.jit
 def _finish_gated(
-    gate, up, bias, out, row, output, num_rows, num_outputs, BLOCK_M: gl.constexpr, HALF: gl.constexpr
-):
+    gate, up, bias, out, row, output, num_rows, num_outputs,
+    BLOCK_M: gl.constexpr, HALF: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
     """Store what the sums of a tile [rows, outputs] make, with bias and activation."""
     outputs = output + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
     gate = _with_bias(gate, bias, outputs, num_outputs)
     up = _with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
     result = activated(gate, up, out.dtype.element_ty)
-    _store(result, out, row, outputs, 0, num_rows, num_outputs, BLOCK_M)
+    _store(result, out, row, output, 0, num_rows, num_outputs, BLOCK_M, AT_ONCE)
 
 
 @gluon.jit
 def _finish(
     acc, bias, out, row, output, piece, num_rows, num_outputs,
-    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     if GATED:
         HALF: gl.constexpr = BLOCK_N // 2
         gate, up = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
-        _finish_gated(gate, up, bias, out, row, output, num_rows, num_outputs, BLOCK_M, HALF)
+        _finish_gated(gate, up, bias, out, row, output, num_rows, num_outputs, BLOCK_M, HALF, AT_ONCE)
     else:
-        _finish_plain(acc, bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M, BLOCK_N)
+        _finish_plain(acc, bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M, BLOCK_N, AT_ONCE)
 
 
 @gluon.jit
 def _multiply(
     x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    STAGES: gl.constexpr, AT_ONCE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The other warps: the sums of the program's tiles."""
     wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
@@ -259,17 +277,17 @@ def _multiply(
     if MORE_N > 0:
         acc, more = warpgroup_mma_wait(0, [acc, more])
         beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
-        _finish(more, bias, out, row, beside, piece, num_rows, num_outputs, GATED, BLOCK_M, MORE_N)
+        _finish(more, bias, out, row, beside, piece, num_rows, num_outputs, GATED, BLOCK_M, MORE_N, AT_ONCE)
     else:
         acc = warpgroup_mma_wait(0, [acc])
-    _finish(acc, bias, out, row, output, piece, num_rows, num_outputs, GATED, BLOCK_M, BLOCK_N)
+    _finish(acc, bias, out, row, output, piece, num_rows, num_outputs, GATED, BLOCK_M, BLOCK_N, AT_ONCE)
 
 
 @gluon.jit
 def _multiply_few(
     x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    AT_ONCE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """`_multiply` with weights as the left factor, outputs times rows."""
     wait_for_inputs(OVERLAP)
@@ -294,13 +312,14 @@ def _multiply_few(
         acc, up = warpgroup_mma_wait(0, [acc, up])
         _finish_gated(
             acc.permute((1, 0)), up.permute((1, 0)), bias, out, row, output, num_rows, num_outputs,
-            BLOCK_M, WIDTH,
+            BLOCK_M, WIDTH, AT_ONCE,
         )  # fmt: skip
     else:
         acc = warpgroup_mma_wait(0, [acc])
         _finish_plain(
-            acc.permute((1, 0)), bias, out, row, output, piece, num_rows, num_outputs, BLOCK_M, BLOCK_N
-        )
+            acc.permute((1, 0)), bias, out, row, output, piece, num_rows, num_outputs,
+            BLOCK_M, BLOCK_N, AT_ONCE,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_rows", "total_steps", "piece_steps"])
@@ -320,6 +339,7 @@ def _product_kernel(
     MORE_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     OVERLAP: gl.constexpr,
     WEIGHTS_LEFT: gl.constexpr,
 ):
@@ -348,12 +368,12 @@ def _product_kernel(
     feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP)
     if WEIGHTS_LEFT:
         few = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
-        multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, OVERLAP)
+        multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, AT_ONCE, OVERLAP)
         gl.warp_specialize([(_multiply_few, few + multiplying_few), (_feed, feed + feeding)], [1], [24])
     else:
         multiply = (
             x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs,
             steps,
         )  # fmt: skip
-        multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, OVERLAP)
+        multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, AT_ONCE, OVERLAP)
         gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
