@@ -179,7 +179,7 @@ def _multiply(
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
         gate, up = acc.reshape([BLOCK_M, 2, BLOCK_F]).permute((0, 2, 1)).split()
-        result = activated(gate, up, out.dtype).to(out.dtype)
+        result = activated(gate, up, out.dtype)
         tma.store_wait(0)
         gl.thread_barrier()
         out_tile.store(result)

@@ -186,12 +186,40 @@ def _with_bias(sums, bias, outputs, num_outputs):
     return sums
 
 
+# Two gates ($1, $2) and two that they gate ($3, $4) make two numbers. Written by the compiler, this takes 19
+# instructions a number instead of 8, three of them of the slow unit for roots and the like instead of two: it
+# cares for the smallest and the largest of numbers, and rounds gates one by one.
+ACTIVATED_BFLOAT16 = gl.constexpr("""{
+    .reg .b32 gates, ups, gate, other, x, y;
+    cvt.rn.bf16x2.f32 gates, $2, $1;
+    cvt.rn.bf16x2.f32 ups, $4, $3;
+    shl.b32 gate, gates, 16;
+    and.b32 other, gates, 0xffff0000;
+    mul.ftz.f32 x, gate, 0fBFB8AA3B;
+    mul.ftz.f32 y, other, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 x, x;
+    ex2.approx.ftz.f32 y, y;
+    add.ftz.f32 x, x, 0f3F800000;
+    add.ftz.f32 y, y, 0f3F800000;
+    rcp.approx.ftz.f32 x, x;
+    rcp.approx.ftz.f32 y, y;
+    mul.ftz.f32 x, x, gate;
+    mul.ftz.f32 y, y, other;
+    cvt.rn.bf16x2.f32 gates, y, x;
+    mul.rn.bf16x2 $0, gates, ups;
+}""")
+
+
 @gluon.jit
 def activated(gate, up, dtype: gl.constexpr):
-    """The gated activation of sums, with the roundings of `activation.gated_silu`; float32."""
+    """The gated activation of sums, with the roundings of `activation.gated_silu`."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            ACTIVATED_BFLOAT16, "=r,r,r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
     gate = gate.to(dtype).to(gl.float32)
     active = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-    return active * up.to(dtype).to(gl.float32)
+    return (active * up.to(dtype).to(gl.float32)).to(dtype)
 
 
 @gluon.jit
