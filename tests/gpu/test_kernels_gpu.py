@@ -137,6 +137,9 @@ def test_products_of_a_few_rows(
         (14336, 4096, False, False),
         (4096, 4096, False, False),
         (1024, 30_000, False, False),
+        (896, 1001, True, False),
+        (512, 333, False, True),
+        (1024, 4096, False, False),
     ],
 )
 def test_products_in_graphs(
@@ -174,6 +177,28 @@ def test_gated_products_of_many_rows(
     assert relative_error(hopper_gated.product(x, weight, getattr(hopper_gated, tiling)), exact) < limit
     with replayed():
         assert relative_error(linear(x, weight, None, gated=True), exact) < limit
+
+
+@pytest.mark.parametrize("kernel", ["weights left", "rows left", "WIDE", "NARROW"])
+def test_gates_of_any_size(kernel: str) -> None:
+    """All numbers of bfloat16 as a gate, and 1 behind it: as torch rounds them, but for some below 1e-30."""
+    from tokenmill.kernels import hopper_gated, hopper_linear
+    from tokenmill.kernels.product_tilings import ProductTiling
+
+    every = torch.arange(2**16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()]
+    gates_ON = every[: len(every) // 1024 * 1024].view(-1, 64)
+    last_ON = every[-16 * 64 :].view(-1, 64)
+    gates_ON = torch.cat((gates_ON, last_ON))
+    weight = torch.cat((gates_ON, torch.ones_like(gates_ON)))
+    x = torch.eye(64, dtype=torch.bfloat16, device="cuda")
+    if kernel.isupper():
+        made = hopper_gated.product(x, weight, getattr(hopper_gated, kernel))
+    else:
+        tiling = ProductTiling(64, 128, 64, 4, weights_left=kernel == "weights left")
+        made = hopper_linear.product(x, weight, None, tiling, gated=True)
+    expected = gated_silu_torch(torch.cat((gates_ON.T, torch.ones_like(gates_ON.T)), 1))
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-30)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])

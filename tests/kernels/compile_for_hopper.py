@@ -93,6 +93,9 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         # Of a kernel that waits for the one before it: what it does until then.
         "early_loads": len(re.findall(r"LDG\.E\.(?:[A-Z0-9.]*\.)?128", sass.partition("ACQBULK")[0])),
         "early_tile_copies": sass.partition("ACQBULK")[0].count("UTMALDG"),
+        "wide_stores": len(re.findall(r"STG\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
+        "stores": sass.count("STG"),
+        "single_roundings": sass.count("F2F.BF16.F32"),  # of one number, by a slow unit
         # Where it waits (W), lets the next one begin (B), stores (S) and ends (E).
         "order": "".join(ORDER[word] for word in re.findall(r"\b(ACQBULK|PREEXIT|STG|UTMASTG|EXIT)\b", sass)),
         "lets_next_begin_at_once": 0 <= sass.find("PREEXIT") < sass.find("ACQBULK"),
@@ -151,7 +154,7 @@ OWN_STRIDES = dict.fromkeys(("stride_kt", "stride_kh", "stride_vt", "stride_vh")
 ALIGNED = {"q", "k", "v", "key_cache", "value_cache", "out", "x", "residual", "weight", "total", "scale"}
 ALIGNED |= {"bias", "qkv", "cos", "sin", "q_weight", "k_weight", "q_out", "k_out", "stride_x"}
 ALIGNED |= {f"stride_{name}" for name in ("residual", "qkv_head", "cos", "sin", "slot")}
-ALIGNED |= {"parts", "logs"}
+ALIGNED |= {"parts", "logs", "num_outputs"}
 PAGES = f"tensordesc<bf16[1, 1, 16, 64],{hopper_pages.PAGE_LAYOUT!r}>"
 CACHES = {"key_cache": "bf16", "value_cache": "bf16", "page_table": "i32", "lengths": "i32"}
 
@@ -387,7 +390,7 @@ def product(
         "BLOCK_K": tiling.inputs,
         "STAGES": tiling.stages,
         "OVERLAP": True,
-        "AT_ONCE": 8 if tiling.pieces == 1 else 4,
+        "AT_ONCE": 8 if tiling.pieces == 1 else 0,
         "WEIGHTS_LEFT": tiling.weights_left,
     } | ({} if bias else {"bias": None})
     constants |= {} if tiling.more else {"more_weight": None}

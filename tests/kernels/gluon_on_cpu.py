@@ -306,6 +306,7 @@ def load_module(path: Path) -> ModuleType:
     """The module at `path`, with this file in Gluon's place."""
     names = SimpleNamespace(
         constexpr=_constexpr,
+        bfloat16=object(),  # nothing is of this type here: what is written for it in assembly, a GPU must run
         float32=np.float32,
         int32=np.int32,
         int64=np.int64,

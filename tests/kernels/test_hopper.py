@@ -151,6 +151,21 @@ def test_the_first_tiles_of_a_product_are_under_way_before_it_waits(
         assert fact["stack"] == 0, name
 
 
+def test_products_are_stored_sixteen_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
+    """But for pieces in float32, of which a row of threads stores 32 bytes as they lie."""
+    facts = {name: fact for name, fact in compiled.items() if name.startswith("product")}
+    pieces = ("product output 8B, few rows", "product down 0.5B")
+    stored = {name: fact["wide_stores"] / fact["stores"] for name, fact in facts.items()}
+    assert stored == {name: 0 if name in pieces else 1 for name in facts}
+
+
+def test_activations_of_tiles_are_rounded_in_pairs(compiled: dict[str, dict[str, Any]]) -> None:
+    """Numbers rounded one by one go through the slow unit, which has the exponentials to do."""
+    gated = [name for name in compiled if name.startswith(("product gate_up", "gated product"))]
+    assert len(gated) > 6
+    assert [compiled[name]["single_roundings"] for name in gated] == [0] * len(gated)
+
+
 def test_a_gated_product_feeds_its_tensor_cores_and_nothing_else(compiled: dict[str, dict[str, Any]]) -> None:
     """The loop of products holds no copy, which another warp sees to, and keeps its sums in registers."""
     for name in ("gated product, wide", "gated product, narrow"):

@@ -153,8 +153,11 @@ def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.Monkey
         (2048, 1024, 3072, "WIDE"),
         (1024, 1024, 3072, "NARROW"),  # two turns of wide tiles, a quarter of them idle
         (1024, 896, 4864, "NARROW"),
-        (512, 1024, 3072, None),
-        (384, 4096, 14336, None),
+        (448, 1024, 3072, None),
+        (416, 4096, 14336, None),
+        (256, 4096, 14336, "WIDE"),  # 224 tiles in two turns
+        (320, 1536, 8960, None),
+        (448, 1536, 8960, "NARROW"),
         (192, 896, 4864, None),
         (1, 896, 4864, None),
         (192, 3072, 8192, "WIDE"),  # all tiles at once, where cuBLAS takes as long as for 256 rows

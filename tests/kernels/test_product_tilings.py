@@ -111,6 +111,42 @@ def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
 @pytest.mark.parametrize(
     ("num_rows", "size", "num_outputs", "expected"),
     [
+        (64, 1024, 4096, (64, 64)),  # Qwen3-0.6B: queries, keys and values, 64 tiles
+        (128, 1024, 4096, (128, 64)),  # as many, instead of 128
+        (256, 1024, 4096, (128, 64)),
+        (128, 2048, 3072, (64, 64)),  # Llama-3.2-1B
+        (256, 2048, 3072, (128, 64)),
+        (256, 2560, 6144, None),  # Qwen3-4B: a large weight
+    ],
+)
+def test_plain_tiles_have_more_rows_where_they_would_be_too_many(
+    num_rows: int, size: int, num_outputs: int, expected: tuple[int, int] | None
+) -> None:
+    tiling = product_tilings.choose_tiling(
+        num_rows, size, num_outputs, gated=False, may_split=False, processors=132
+    )
+    assert (None if tiling is None else (tiling.rows, tiling.outputs)) == expected
+
+
+@pytest.mark.parametrize("num_rows", [2, 32, 64])
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "is_half"),
+    [(896, 151936, True), (1024, 151936, True), (2048, 128256, False), (1024, 4096, False)],
+)
+def test_logits_of_a_short_sum_have_two_programs_beside_each_other(
+    num_rows: int, size: int, num_outputs: int, is_half: bool
+) -> None:
+    """One stores while the other multiplies; with a longer sum, or where all run at once, nothing is gained."""
+    tiling = product_tilings.choose_tiling(
+        num_rows, size, num_outputs, gated=False, may_split=False, processors=132
+    )
+    assert tiling is not None
+    assert (tiling.registers is not None) == is_half
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "expected"),
+    [
         (64, 896, 4864, (64, 128)),  # Qwen2.5-0.5B: 76 tiles
         (128, 896, 4864, (128, 128)),
         (136, 896, 4864, (128, 160)),

@@ -88,7 +88,7 @@ def product(
         MORE_N=tiling.more,
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
-        AT_ONCE=numbers_at_once(out, num_outputs),
+        AT_ONCE=_numbers_at_once(out, num_outputs),
         WEIGHTS_LEFT=tiling.weights_left,
         num_warps=tiling.num_warps,
         maxnreg=tiling.registers,
@@ -97,8 +97,13 @@ def product(
     return out
 
 
-def numbers_at_once(out: torch.Tensor, num_outputs: int) -> int:
-    """How many numbers a thread stores at once: one, if not every row of outputs begins at a multiple."""
+def _numbers_at_once(out: torch.Tensor, num_outputs: int) -> int:
+    """How many numbers a thread stores at once: one, if not every row of outputs begins at a multiple.
+
+    0: as they lie, for threads beside each other hold pieces in float32 that the memory can take as one.
+    """
+    if out.element_size() == 4:
+        return 0
     at_once = STORED_BYTES // out.element_size()
     return at_once if num_outputs % at_once == 0 else 1
 
@@ -227,12 +232,16 @@ def _store(
     result, out, row, output, piece, num_rows, num_outputs, BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr
 ):
     """Store a tile [rows, outputs]. Threads hold sums that lie apart: they exchange them first, so that each
-    stores AT_ONCE numbers that lie side by side, and those next to it the next ones."""
-    THREADS: gl.constexpr = min(32, result.shape[1] // AT_ONCE)  # of a warp, beside each other
-    wide: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0])
-    result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
-    outputs = output + gl.arange(0, result.shape[1], gl.SliceLayout(0, wide))
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, wide))
+    stores AT_ONCE numbers that lie side by side, and those next to it the next ones. 0: as they are."""
+    result = result.to(out.dtype.element_ty)
+    if AT_ONCE > 0:
+        THREADS: gl.constexpr = min(32, result.shape[1] // AT_ONCE)  # of a warp, beside each other
+        wide: gl.constexpr = gl.BlockedLayout(
+            [1, AT_ONCE], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
+        )
+        result = gl.convert_layout(result, wide)
+    outputs = output + gl.arange(0, result.shape[1], gl.SliceLayout(0, result.type.layout))
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, result.type.layout))
     targets = (piece * num_rows + rows).to(gl.int64)[:, None] * num_outputs + outputs[None, :]
     keep = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     gl.store(out + targets, result, mask=keep)

@@ -103,14 +103,18 @@ def _gated_tiling_of_few(num_rows: int, size: int, num_outputs: int, processors:
 def _tiling_of_few(
     num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
 ) -> ProductTiling:
-    """Where a short sum may be left in pieces programs are few, and others are to find room there, too."""
+    """Where a short sum may be left in pieces programs are few, and others are to find room there, too. Where
+    programs take turns, as logits do, two side by side let one begin a short sum while the other stores."""
     programs = ceil_div(num_outputs, 64)
     pieces = 1
     if may_split and size > SHORT_SUM:
         busy = programs / processors
         most_of_four = MOST_BUSY if num_rows > VERY_FEW_ROWS else MOST_BUSY_IN_FOUR
         pieces = 4 if 4 * busy <= most_of_four else 2 if 2 * busy <= 1 else 1
-    is_half = may_split and size <= LONG_SUM and num_rows <= VERY_FEW_ROWS
+    if may_split:
+        is_half = size <= LONG_SUM and num_rows <= VERY_FEW_ROWS
+    else:
+        is_half = size <= SHORT_SUM and programs > processors
     return _with_weights_left(num_rows, 64, 128, is_half=is_half, pieces=pieces)
 
 
@@ -140,6 +144,8 @@ def _tiling(
         if programs <= MOST_BUSY * processors:
             pieces = _choose_pieces(num_rows, size, programs / processors) if may_split else 1
             return ProductTiling(64, outputs, 128, _stages(64, outputs, 128), pieces)
+    if num_rows > FEW_ROWS and ceil_div(num_rows, 128) * ceil_div(num_outputs, 64) <= processors:
+        return ProductTiling(128, 64, 64, _stages(128, 64, 64))
     return None
 
 
