@@ -136,7 +136,7 @@ def test_plain_tiles_have_more_rows_where_they_would_be_too_many(
 def test_logits_of_a_short_sum_have_two_programs_beside_each_other(
     num_rows: int, size: int, num_outputs: int, is_half: bool
 ) -> None:
-    """One stores while the other multiplies; with a longer sum, or where all run at once, nothing is gained."""
+    """One stores while the other multiplies; with a longer sum, or where all run at once, none gains."""
     tiling = product_tilings.choose_tiling(
         num_rows, size, num_outputs, gated=False, may_split=False, processors=132
     )

@@ -50,8 +50,8 @@ class GatedTiling:
 
 WIDE, NARROW = GatedTiling(128, 4), GatedTiling(64, 6)
 TILINGS = (WIDE, NARROW)
-# Fitted to what was measured on an H200 with the shapes of eight public models, 192 to 4,096 rows: what a narrow
-# tile takes of the time of a wide one, and the inputs whose products take as long as what else is gained.
+# Fitted to what was measured on an H200 with the shapes of eight public models, 192 to 4,096 rows: what a
+# narrow tile takes of the time of a wide one, and the inputs whose products take as long as what is gained.
 NARROW_SECONDS = 0.52
 ACTIVATION_INPUTS = 450
 # The share of the time in which processors have work, times that gain, from which tiles are taken: cuBLAS is
