@@ -128,15 +128,37 @@ def test_plain_tiles_have_more_rows_where_they_would_be_too_many(
     assert (None if tiling is None else (tiling.rows, tiling.outputs)) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "is_half"),
+    [
+        (2, 8960, True),  # Qwen2.5-1.5B: 140 programs, eight of which would take a turn of their own
+        (32, 8960, True),
+        (16, 9728, False),  # Qwen3-4B: 152
+        (17, 9728, True),
+        (32, 9728, True),
+        (33, 9728, False),
+        (16, 14336, False),  # Llama-3.1-8B: 224
+    ],
+)
+def test_a_few_gated_programs_too_many_run_beside_others(
+    num_rows: int, num_outputs: int, is_half: bool
+) -> None:
+    tiling = product_tilings.choose_tiling(
+        num_rows, 2560, num_outputs, gated=True, may_split=False, processors=132
+    )
+    assert tiling is not None
+    assert (tiling.registers is not None) == is_half
+
+
 @pytest.mark.parametrize("num_rows", [2, 32, 64])
 @pytest.mark.parametrize(
     ("size", "num_outputs", "is_half"),
-    [(896, 151936, True), (1024, 151936, True), (2048, 128256, False), (1024, 4096, False)],
+    [(896, 151936, True), (1024, 151936, True), (4096, 128256, True), (1024, 4096, False)],
 )
-def test_logits_of_a_short_sum_have_two_programs_beside_each_other(
+def test_logits_have_two_programs_beside_each_other(
     num_rows: int, size: int, num_outputs: int, is_half: bool
 ) -> None:
-    """One stores while the other multiplies; with a longer sum, or where all run at once, none gains."""
+    """One stores while the other multiplies; where all run at once, none gains."""
     tiling = product_tilings.choose_tiling(
         num_rows, size, num_outputs, gated=False, may_split=False, processors=132
     )

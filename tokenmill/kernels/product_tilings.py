@@ -32,6 +32,8 @@ LONG_SUM = 4096  # inputs
 SHORT_SUM = 1024  # up to here small tiles are better than pieces
 MOST_PIECES = 4
 MOST_BUSY_IN_FOUR = 0.5  # of very few rows: with more programs two pieces are better than four
+# Gated programs for each processor, of which some run beside another: with up to 16 rows, and with more.
+MOST_SIDE_BY_SIDE_OF_FEW, MOST_SIDE_BY_SIDE = 1.1, 1.2
 TILE_BYTES = 196_608  # shared memory of a program for its tiles
 MOST_STAGES = 8
 # Of a program that leaves room for another one beside it.
@@ -94,8 +96,10 @@ def choose_tiling(
 
 
 def _gated_tiling_of_few(num_rows: int, size: int, num_outputs: int, processors: int) -> ProductTiling:
-    """Where all programs run at once, kernels before and behind are to find room beside them."""
-    is_half = num_rows <= VERY_FEW_ROWS and ceil_div(num_outputs, 64) <= processors
+    """Where all programs run at once, kernels before and behind are to find room beside them. Where there are
+    a few more, these are not to take a turn of their own."""
+    most = MOST_SIDE_BY_SIDE if num_rows > LEAST_ROWS else MOST_SIDE_BY_SIDE_OF_FEW
+    is_half = num_rows <= VERY_FEW_ROWS and ceil_div(num_outputs, 64) <= most * processors
     inputs = 64 if is_half and (size <= SHORT_SUM or num_rows > LEAST_ROWS) else 128
     return _with_weights_left(num_rows, 128, inputs, is_half=is_half)
 
@@ -104,17 +108,14 @@ def _tiling_of_few(
     num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
 ) -> ProductTiling:
     """Where a short sum may be left in pieces programs are few, and others are to find room there, too. Where
-    programs take turns, as logits do, two side by side let one begin a short sum while the other stores."""
+    programs take turns, as those of logits do, one of two side by side begins while the other one stores."""
     programs = ceil_div(num_outputs, 64)
     pieces = 1
     if may_split and size > SHORT_SUM:
         busy = programs / processors
         most_of_four = MOST_BUSY if num_rows > VERY_FEW_ROWS else MOST_BUSY_IN_FOUR
         pieces = 4 if 4 * busy <= most_of_four else 2 if 2 * busy <= 1 else 1
-    if may_split:
-        is_half = size <= LONG_SUM and num_rows <= VERY_FEW_ROWS
-    else:
-        is_half = size <= SHORT_SUM and programs > processors
+    is_half = size <= LONG_SUM and num_rows <= VERY_FEW_ROWS if may_split else programs > processors
     return _with_weights_left(num_rows, 64, 128, is_half=is_half, pieces=pieces)
 
 
