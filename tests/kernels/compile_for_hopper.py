@@ -390,7 +390,7 @@ def product(
         "BLOCK_K": tiling.inputs,
         "STAGES": tiling.stages,
         "OVERLAP": True,
-        "AT_ONCE": 8 if tiling.pieces == 1 else 0,
+        "AT_ONCE": hopper_linear._numbers_at_once(2 if tiling.pieces == 1 else 4, outputs),
         "WEIGHTS_LEFT": tiling.weights_left,
     } | ({} if bias else {"bias": None})
     constants |= {} if tiling.more else {"more_weight": None}

@@ -153,7 +153,9 @@ def test_random_gated_products(gated: Any, seed: int, monkeypatch: pytest.Monkey
         (2048, 1024, 3072, "WIDE"),
         (1024, 1024, 3072, "NARROW"),  # two turns of wide tiles, a quarter of them idle
         (1024, 896, 4864, "NARROW"),
+        (512, 1024, 3072, "WIDE"),  # 96 tiles in one turn
         (448, 1024, 3072, None),
+        (384, 4096, 14336, "WIDE"),  # 336 tiles in three turns
         (416, 4096, 14336, None),
         (256, 4096, 14336, "WIDE"),  # 224 tiles in two turns
         (320, 1536, 8960, None),

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from tokenmill.kernels import linear as plain
 from tokenmill.kernels import product_tilings
+from tokenmill.kernels.product_tilings import ProductTiling
 
 pytestmark = pytest.mark.cpu
+
+
+def tiling_of(num_rows: int, size: int, num_outputs: int, kind: str) -> ProductTiling | None:
+    """On an H100 or H200: of a plain product, of one that may be left in pieces ("split"), or a gated one."""
+    return product_tilings.choose_tiling(
+        num_rows, size, num_outputs, gated=kind == "gated", may_split=kind == "split", processors=132
+    )
 
 
 @given(
@@ -66,18 +74,12 @@ def test_the_warm_up_launches_every_tiling(
 
 
 def test_products_of_small_models_and_of_few_rows_are_tiled_and_others_are_not() -> None:
-    def is_tiled(num_rows: int, size: int, num_outputs: int, **options: bool) -> bool:
-        options = {"gated": False, "may_split": False, **options}
-        return (
-            product_tilings.choose_tiling(num_rows, size, num_outputs, processors=132, **options) is not None
-        )
-
     for num_rows in (2, 64, 128, 256):
-        assert is_tiled(num_rows, 896, 1152)  # Qwen2.5-0.5B: queries, keys and values
-        assert is_tiled(num_rows, 896, 896, may_split=True)  # its output
-        assert is_tiled(num_rows, 4864, 896, may_split=True)  # its last product
-        assert is_tiled(num_rows, 1024, 3072, gated=True)  # the first of Qwen3-0.6B's feed-forward
-        assert is_tiled(num_rows, 896, 151936) == (num_rows <= 64)  # logits
+        assert tiling_of(num_rows, 896, 1152, "plain")  # Qwen2.5-0.5B: queries, keys and values
+        assert tiling_of(num_rows, 896, 896, "split")  # its output
+        assert tiling_of(num_rows, 4864, 896, "split")  # its last product
+        assert tiling_of(num_rows, 1024, 3072, "gated")  # the first of Qwen3-0.6B's feed-forward
+        assert (tiling_of(num_rows, 896, 151936, "plain") is not None) == (num_rows <= 64)  # logits
 
 
 @pytest.mark.parametrize(
@@ -99,12 +101,7 @@ def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
     size: int, num_outputs: int, kind: str, expected: list[int]
 ) -> None:
     """In so many pieces; none: they are not."""
-    tilings = [
-        product_tilings.choose_tiling(
-            rows, size, num_outputs, gated=kind == "gated", may_split=kind == "split", processors=132
-        )
-        for rows in (8, 32, 64, 128, 129)
-    ]
+    tilings = [tiling_of(rows, size, num_outputs, kind) for rows in (8, 32, 64, 128, 129)]
     assert [0 if tiling is None else tiling.pieces for tiling in tilings] == expected
 
 
@@ -122,9 +119,7 @@ def test_large_weights_are_tiled_where_that_was_found_to_be_faster(
 def test_plain_tiles_have_more_rows_where_they_would_be_too_many(
     num_rows: int, size: int, num_outputs: int, expected: tuple[int, int] | None
 ) -> None:
-    tiling = product_tilings.choose_tiling(
-        num_rows, size, num_outputs, gated=False, may_split=False, processors=132
-    )
+    tiling = tiling_of(num_rows, size, num_outputs, "plain")
     assert (None if tiling is None else (tiling.rows, tiling.outputs)) == expected
 
 
@@ -143,9 +138,7 @@ def test_plain_tiles_have_more_rows_where_they_would_be_too_many(
 def test_a_few_gated_programs_too_many_run_beside_others(
     num_rows: int, num_outputs: int, is_half: bool
 ) -> None:
-    tiling = product_tilings.choose_tiling(
-        num_rows, 2560, num_outputs, gated=True, may_split=False, processors=132
-    )
+    tiling = tiling_of(num_rows, 2560, num_outputs, "gated")
     assert tiling is not None
     assert (tiling.registers is not None) == is_half
 
@@ -159,9 +152,7 @@ def test_logits_have_two_programs_beside_each_other(
     num_rows: int, size: int, num_outputs: int, is_half: bool
 ) -> None:
     """One stores while the other multiplies; where all run at once, none gains."""
-    tiling = product_tilings.choose_tiling(
-        num_rows, size, num_outputs, gated=False, may_split=False, processors=132
-    )
+    tiling = tiling_of(num_rows, size, num_outputs, "plain")
     assert tiling is not None
     assert (tiling.registers is not None) == is_half
 
@@ -184,7 +175,5 @@ def test_logits_have_two_programs_beside_each_other(
 def test_gated_tiles_are_as_wide_as_lets_all_be_computed_at_once(
     num_rows: int, size: int, num_outputs: int, expected: tuple[int, int] | None
 ) -> None:
-    tiling = product_tilings.choose_tiling(
-        num_rows, size, num_outputs, gated=True, may_split=False, processors=132
-    )
+    tiling = tiling_of(num_rows, size, num_outputs, "gated")
     assert (None if tiling is None else (tiling.rows, tiling.width)) == expected

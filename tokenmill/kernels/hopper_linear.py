@@ -88,7 +88,7 @@ def product(
         MORE_N=tiling.more,
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
-        AT_ONCE=_numbers_at_once(out, num_outputs),
+        AT_ONCE=_numbers_at_once(out.element_size(), num_outputs),
         WEIGHTS_LEFT=tiling.weights_left,
         num_warps=tiling.num_warps,
         maxnreg=tiling.registers,
@@ -97,14 +97,14 @@ def product(
     return out
 
 
-def _numbers_at_once(out: torch.Tensor, num_outputs: int) -> int:
+def _numbers_at_once(element_size: int, num_outputs: int) -> int:
     """How many numbers a thread stores at once: one, if not every row of outputs begins at a multiple.
 
     0: as they lie, for threads beside each other hold pieces in float32 that the memory can take as one.
     """
-    if out.element_size() == 4:
+    if element_size == 4:
         return 0
-    at_once = STORED_BYTES // out.element_size()
+    at_once = STORED_BYTES // element_size
     return at_once if num_outputs % at_once == 0 else 1
 
 
