@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
+REPEATABLE = Path(__file__).parent / "repeatable.py"
 ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *arguments: str, stdin: str | None = None, folder: Path | None = None) -> str:
-    """Run a script as a user would, from another folder; returns what it printed."""
-    command = [sys.executable, "-W", "error", str(SCRIPTS / script), *arguments]
+    """Run a script as a user would, from another folder, with seeds that repeat; returns what it printed."""
+    command = [sys.executable, "-W", "error", str(REPEATABLE), str(SCRIPTS / script), *arguments]
     done = subprocess.run(
         command,
         input=stdin,
