@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from tokenmill.attention import triton_backend
 from tokenmill.attention.base import Step, StepLayout
 from tokenmill.kernels import linear as products
-from tokenmill.kernels import triton_balanced
+from tokenmill.kernels import triton_balanced, triton_rotary
 from tokenmill.kernels.launching import replayed
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.models import build_model, read_spec
@@ -130,9 +130,19 @@ def without_second_norm() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_rotation() -> Iterator[None]:
+    """By a kernel of its own, or in the end of the product."""
+    with (
+        mock.patch.object(products, "choose_heads_tiling", nothing),
+        mock.patch.object(triton_rotary, "rotate_and_store", queries_as_they_are),
+    ):
+        yield
+
+
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "norm": without_second_norm,
-    "rotation": lambda: mock.patch.object(triton_backend, "rotate_and_store", queries_as_they_are),
+    "rotation": without_rotation,
     "pieces": lambda: mock.patch.object(triton_balanced, "_join_kernel", NoKernel()),
     "attention": lambda: mock.patch.object(triton_balanced, "decode", nothing),
 }

@@ -213,6 +213,32 @@ def test_a_product_goes_the_same_way_as_its_heads(
     assert torch.equal(step.value_cache.nan_to_num(), twin.value_cache.nan_to_num())
 
 
+def test_heads_that_a_product_stores_are_attended_to(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(4, 2, 32, scale=0.2)
+    step = ragged.ragged_step(
+        spec, [(1, 1), (1, 20), (1, 9)], page_size=4, dtype=torch.float32, seed=7, device=triton_device
+    )
+    with torch.device(triton_device):
+        no_rotation = torch.ones(len(step.q), 16), torch.zeros(len(step.q), 16)
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], 4)
+    backend.plan(step.layout)
+    decoding = backend.decoding(no_rotation, None, 0)
+    cache = decoding.heads.cache
+    for stored, own in ((cache.key_cache_NBKD, step.k), (cache.value_cache_NBKD, step.v)):
+        stored[cache.slots_T // 4, cache.slots_T % 4] = own
+    assert ragged.relative_error(decoding.attend(step.q), step.expected) < LIMITS[torch.float32]
+
+
+def test_a_product_stores_no_heads_of_prompts(ragged: SimpleNamespace, triton_device: str) -> None:
+    spec = AttentionSpec(4, 2, 32, scale=0.2)
+    step = ragged.ragged_step(
+        spec, [(1, 20), (2, 9)], page_size=4, dtype=torch.float32, seed=7, device=triton_device
+    )
+    backend = create_backend("triton", [spec], [step.key_cache], [step.value_cache], 4)
+    backend.plan(step.layout)
+    assert backend.decoding((step.q, step.q), None, 0) is None
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_needed_tokens_only(
     ragged: SimpleNamespace, triton_device: str, monkeypatch: pytest.MonkeyPatch, window: int | None

@@ -10,7 +10,8 @@ from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.launching import replayed
 from tokenmill.kernels.linear import add_norm_linear, addend, linear, linear_torch
 from tokenmill.kernels.norm import add_rms_norm, rms_norm, rms_norm_torch
-from tokenmill.kernels.operands import CacheSlots, HeadNorms, Norm
+from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads, Norm
+from tokenmill.kernels.product_tilings import ProductTiling
 from tokenmill.kernels.rotary import heads_of_product, rotate, rotate_torch
 
 pytestmark = [
@@ -157,6 +158,55 @@ def test_products_in_graphs(
             product = addend(x, weight, bias_O)
             whole = product.sum(dim=0).to(dtype) if product.dim() == 3 else product
             assert relative_error(whole, exact) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [33, 64, 100, 256])
+@pytest.mark.parametrize(
+    ("inputs", "heads", "kv_heads", "head_dim", "normed", "tiling"),
+    [
+        (896, 14, 2, 64, False, ProductTiling(64, 32, 128, 4)),
+        (896, 14, 2, 64, True, ProductTiling(64, 64, 128, 4)),
+        (1024, 16, 8, 128, True, ProductTiling(64, 128, 64, 4)),
+        (1024, 16, 8, 128, True, ProductTiling(128, 128, 64, 4)),
+        (2048, 32, 8, 64, False, ProductTiling(128, 64, 64, 4)),
+        (136, 3, 1, 128, False, ProductTiling(128, 32, 64, 2)),
+    ],
+)
+def test_heads_that_a_product_rotates_and_stores(
+    dtype: torch.dtype,
+    rows: int,
+    inputs: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    tiling: ProductTiling,
+) -> None:
+    """As one kernel after the other, but for sums that are added up in another order."""
+    from tokenmill.kernels import hopper_heads
+    from tokenmill.kernels.triton_rotary import rotate_and_store
+
+    weight = numbers((heads + 2 * kv_heads) * head_dim, inputs, dtype=dtype) / inputs**0.5
+    bias = None if normed else numbers(len(weight), dtype=dtype, seed=1)
+    x = numbers(rows, inputs, dtype=dtype, seed=2)
+    angles = numbers(rows, head_dim // 2, dtype=torch.float32, seed=3)
+    rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = HeadNorms(*numbers(2, head_dim, dtype=dtype, seed=4), 1e-6) if normed else None
+    pages = rows // 16 + 2
+    slots = torch.randperm(pages * 16, device="cuda")[:rows]
+    both = []
+    for _ in range(2):
+        caches = torch.full((2, pages, 16, kv_heads, head_dim), torch.nan, dtype=dtype, device="cuda")
+        both.append((caches, Heads(rotation, norms, CacheSlots(caches[0], caches[1], slots))))
+    (ours, heads_here), (plain, heads_there) = both
+    assert hopper_heads.can_take(heads_here, tiling)
+    queries = hopper_heads.product(x, weight, bias, heads_here, tiling)
+    product = linear(x, weight, bias).view(rows, -1, head_dim)
+    expected, _ = rotate_and_store(product, rotation, norms, heads_there.cache)
+    assert relative_error(queries, expected) < 4 * torch.finfo(dtype).eps
+    assert torch.equal(ours.isnan(), plain.isnan())
+    assert relative_error(ours.nan_to_num(), plain.nan_to_num()) < 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

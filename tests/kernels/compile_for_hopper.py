@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tokenmill.kernels import (
     hopper_decode,
     hopper_gated,
+    hopper_heads,
     hopper_linear,
     hopper_pages,
     hopper_prefill,
@@ -448,6 +449,52 @@ def rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]
     return compiled(triton_rotary._rotate_and_store_kernel, pointers, scalars, constants, num_warps=4)
 
 
+def heads(
+    num_rows: int,
+    size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    normed: bool = False,
+) -> dict[str, Any]:
+    """Queries, keys and values; with a bias where nothing is normalised."""
+    tiling = product_tilings.choose_heads_tiling(
+        num_rows,
+        size,
+        (heads + 2 * kv_heads) * head_dim,
+        head_dim=head_dim,
+        are_whole=normed,
+        processors=132,
+    )
+    assert tiling is not None
+    constants = {
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "BLOCK_M": tiling.rows,
+        "BLOCK_N": tiling.outputs,
+        "BLOCK_K": tiling.inputs,
+        "STAGES": tiling.stages,
+        "AT_ONCE": hopper_heads.AT_ONCE,
+        "OVERLAP": True,
+    }
+    left_out = ("bias",) if normed else ("q_weight", "k_weight")
+    names = ("bias", "cos", "sin", "q_weight", "k_weight", "q_out", "key_cache", "value_cache")
+    pointers = {**dict.fromkeys((name for name in names if name not in left_out), "bf16"), "slots": "i64"}
+    constants |= dict.fromkeys(left_out)
+    boxes = {"x": [tiling.rows, tiling.inputs], "weight": [tiling.outputs // 2, tiling.inputs]}
+    scalars = {
+        **{name: f"tensordesc<bf16{box},{hopper_linear.TILE_LAYOUT!r}>" for name, box in boxes.items()},
+        **dict.fromkeys(("num_rows", "steps"), "i32"),
+        **{f"stride_{name}": "i32" for name in ("cos", "sin", "page", "slot", "head")},
+        "epsilon": "fp32",
+    }
+    facts = compiled(hopper_heads._heads_kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
+    return facts | {"weight_boxes": tiling.inputs // 64 * 2, "is_half": False}
+
+
 if __name__ == "__main__":
     json.dump(
         {
@@ -505,6 +552,9 @@ if __name__ == "__main__":
             "product gate_up 8B, many rows": product(128, 4096, 14336, gated=True),
             "product down 0.5B": product(64, 4864, 896, may_split=True),
             "product down 0.6B": product(256, 3072, 1024, may_split=True),
+            "heads 0.5B": heads(64, 896, 14, 2, 64),
+            "heads 0.5B, many rows": heads(256, 896, 14, 2, 64),
+            "heads 0.6B": heads(128, 1024, 16, 8, 128, normed=True),
             "gated product, wide": gated_product(hopper_gated.WIDE),
             "gated product, narrow": gated_product(hopper_gated.NARROW),
             "rotate and store": rotate_and_store(16, 8, 128),

@@ -54,7 +54,7 @@ class Pointer:
 
     @classmethod
     def to(cls, x: torch.Tensor) -> Pointer:
-        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        whole = x.new_empty(0).set_(x.untyped_storage())
         return cls(whole.numpy(), tensor(x.storage_offset()))
 
     def __add__(self, offset: Any) -> Pointer:
@@ -321,6 +321,7 @@ def load_module(path: Path) -> ModuleType:
         exp2=lambda x: tensor(np.exp2(x)),
         log2=lambda x: tensor(np.log2(x)),
         exp=lambda x: tensor(np.exp(x)),
+        rsqrt=lambda x: tensor(1 / np.sqrt(x)),
         load=_load,
         store=_store,
         atomic_add=_atomic_add,

@@ -65,8 +65,11 @@ def test_the_warm_up_launches_every_tiling(
     from tokenmill.runner.warmup import _TILED
 
     def chosen(rows: int) -> Any:
-        return product_tilings.choose_tiling(
+        tiling = product_tilings.choose_tiling(
             rows, size, num_outputs, gated=gated, may_split=may_split, processors=processors
+        )
+        return tiling, product_tilings.choose_heads_tiling(
+            rows, size, num_outputs, head_dim=64, are_whole=gated, processors=processors
         )
 
     assert chosen(num_rows) == chosen(min(rows for rows in _TILED if rows >= num_rows))
@@ -121,6 +124,61 @@ def test_plain_tiles_have_more_rows_where_they_would_be_too_many(
 ) -> None:
     tiling = tiling_of(num_rows, size, num_outputs, "plain")
     assert (None if tiling is None else (tiling.rows, tiling.outputs)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "expected"),
+    [
+        (64, 896, 896, (32, 1)),  # Qwen2.5-0.5B's output: a short sum
+        (128, 896, 896, (32, 1)),
+        (129, 896, 896, (64, 1)),  # 84 narrow tiles would be too many
+        (64, 4864, 896, (32, 4)),  # its last product: 112 programs
+        (128, 4864, 896, (64, 4)),
+        (256, 4864, 896, (64, 2)),
+        (64, 2048, 1024, (32, 1)),  # Qwen3-0.6B's output
+        (192, 2048, 1024, (64, 1)),
+        (64, 3072, 1024, (64, 4)),  # its last product, of which narrow tiles would be 128 programs
+        (192, 3072, 1024, (64, 2)),
+        (64, 6912, 1152, (64, 4)),
+        (128, 1536, 1536, (64, 1)),  # Qwen2.5-1.5B's output
+        (64, 3072, 3072, (64, 1)),  # Llama-3.2-3B's: 48 tiles are enough
+    ],
+)
+def test_sums_are_cut_where_that_keeps_processors_busy(
+    num_rows: int, size: int, num_outputs: int, expected: tuple[int, int]
+) -> None:
+    tiling = tiling_of(num_rows, size, num_outputs, "split")
+    assert tiling is not None
+    assert (tiling.outputs, tiling.pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "norms_of", "expected"),
+    [
+        (32, 896, 1152, None, None),  # Qwen2.5-0.5B: so few rows gain nothing
+        (33, 896, 1152, None, 32),
+        (128, 896, 1152, None, 32),
+        (129, 896, 1152, None, 64),
+        (256, 896, 1152, None, 64),
+        (33, 1024, 4096, 128, 128),  # Qwen3-0.6B: 32 whole heads
+        (256, 1024, 4096, 128, 128),
+        (128, 2048, 3072, None, 64),  # Llama-3.2-1B
+        (129, 2048, 3072, None, None),  # 144 tiles
+        (64, 2560, 6144, 128, None),  # Qwen3-4B: a large weight
+    ],
+)
+def test_tiles_end_as_heads_where_all_are_computed_at_once(
+    num_rows: int, size: int, num_outputs: int, norms_of: int | None, expected: int | None
+) -> None:
+    tiling = product_tilings.choose_heads_tiling(
+        num_rows,
+        size,
+        num_outputs,
+        head_dim=norms_of or 64,
+        are_whole=norms_of is not None,
+        processors=132,
+    )
+    assert (None if tiling is None else tiling.outputs) == expected
 
 
 @pytest.mark.parametrize(

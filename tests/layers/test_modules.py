@@ -94,6 +94,9 @@ class FirstKey:
         self.seen = product_TSD, rotation, norms, layer
         return product_TSD[:, 4:6].repeat_interleave(2, dim=1)
 
+    def decoding(self, rotation: Rotation, norms: HeadNorms | None, layer: int) -> None:
+        """Leave it to `run_product`."""
+
 
 def test_attention_stands_between_two_products() -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, scale=1.0)

@@ -6,12 +6,13 @@ K key/value heads, D head size, P pages of a row's table, N pages in the pool, B
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from tokenmill.kernels.operands import HeadNorms, Rotation
+from tokenmill.kernels.operands import HeadNorms, Heads, Rotation
 from tokenmill.kernels.sharing import SharedPrefixes, SharingCosts
 
 
@@ -75,6 +76,18 @@ class Backend(Protocol):
 
         With `needed_N` (int64) the answer is [N, H, D], for these tokens: all that decode, then any others.
         """
+
+    def decoding(self, rotation: Rotation, norms: HeadNorms | None, layer: int) -> Decoding | None:
+        """For a product that normalises, rotates and stores heads itself. None: `run_product` has to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What is to become of a product of queries, keys and values where each row computes one token."""
+
+    heads: Heads
+    # From queries [T, H, D] to the attention output [T, H, D], once `heads` have been stored.
+    attend: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import torch
 from tokenmill.attention.base import AttentionSpec, StepLayout
 from tokenmill.attention.triton_backend import TritonBackend
 from tokenmill.kernels import triton_invariant
+from tokenmill.kernels.operands import HeadNorms, Rotation
 
 
 class InvariantBackend(TritonBackend):
@@ -37,6 +38,9 @@ class InvariantBackend(TritonBackend):
     def _are_few(self, needed_N: torch.Tensor) -> bool:
         """Never: tokens of prompts do not go the way of rows that decode."""
         return False
+
+    def decoding(self, rotation: Rotation, norms: HeadNorms | None, layer: int) -> None:
+        """Never, for the same reason."""
 
     def _attend(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int

@@ -143,6 +143,9 @@ class TorchBackend:
         out_THD = self.run(*heads_of_product(product_TSD, rotation, norms, num_kv_heads), layer)
         return out_THD if needed_N is None else out_THD[needed_N]
 
+    def decoding(self, rotation: Rotation, norms: HeadNorms | None, layer: int) -> None:
+        """See `base.Backend`; nothing would be gained."""
+
     def attend_prefills(
         self,
         q_THD: torch.Tensor,

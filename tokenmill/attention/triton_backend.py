@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.attention.base import AttentionSpec, StepLayout
+from tokenmill.attention.base import AttentionSpec, Decoding, StepLayout
 from tokenmill.kernels import triton_attention, triton_balanced, triton_decode, triton_prefill
-from tokenmill.kernels.operands import CacheSlots, HeadNorms, Rotation
+from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads, Rotation
 from tokenmill.kernels.runs import Runs, RunShape
 from tokenmill.kernels.sharing import SharingCosts
 from tokenmill.kernels.spare_rows import empty_rows
@@ -98,6 +98,19 @@ class TritonBackend:
         v_TKD = product_TSD[:, -self._specs[layer].num_kv_heads :]
         out_THD = self._attend(q_THD, k_TKD, v_TKD, layer)
         return out_THD if needed_N is None else out_THD[needed_N]
+
+    def decoding(self, rotation: Rotation, norms: HeadNorms | None, layer: int) -> Decoding | None:
+        """See `base.Backend`; only where no row computes a prompt."""
+        assert self._work is not None, "plan() comes first"
+        if self._work.longest_query:
+            return None
+
+        def attend(q_THD: torch.Tensor) -> torch.Tensor:
+            out_THD = empty_rows(*q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+            self._decode(q_THD, layer, out_RHD=out_THD)
+            return out_THD
+
+        return Decoding(Heads(rotation, norms, self._cache_slots(layer)), attend)
 
     def _cache_slots(self, layer: int) -> CacheSlots:
         assert self._work is not None, "plan() comes first"

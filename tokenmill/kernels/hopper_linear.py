@@ -152,7 +152,7 @@ def _copy_all_weights(
 
 
 @gluon.jit
-def _feed(
+def feed(
     x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin, steps,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
@@ -183,7 +183,7 @@ def _feed(
 
 
 @gluon.jit
-def _with_bias(sums, bias, outputs, num_outputs):
+def with_bias(sums, bias, outputs, num_outputs):
     """Sums [rows, outputs] and the bias, where there is one."""
     if bias is not None:
         added = gl.load(bias + outputs, mask=outputs < num_outputs, other=0).to(gl.float32)
@@ -255,7 +255,7 @@ def _finish_plain(
     """Store the sums of a tile [rows, outputs], with the bias."""
     outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
     # One of the pieces brings the bias; the others load none of it.
-    acc = _with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
+    acc = with_bias(acc, bias, outputs, gl.where(piece == 0, num_outputs, 0))
     _store(acc, out, row, output, piece, num_rows, num_outputs, BLOCK_M, AT_ONCE)
 
 
@@ -266,8 +266,8 @@ def _finish_gated(
 ):  # fmt: skip
     """Store what the sums of a tile [rows, outputs] make, with bias and activation."""
     outputs = output + gl.arange(0, HALF, gl.SliceLayout(0, gate.type.layout))
-    gate = _with_bias(gate, bias, outputs, num_outputs)
-    up = _with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
+    gate = with_bias(gate, bias, outputs, num_outputs)
+    up = with_bias(up, None if bias is None else bias + num_outputs, outputs, num_outputs)
     result = activated(gate, up, out.dtype.element_ty)
     _store(result, out, row, output, 0, num_rows, num_outputs, BLOCK_M, AT_ONCE)
 
@@ -398,7 +398,7 @@ def _product_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
 
-    feed = (
+    fed = (
         x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin,
         steps,
     )  # fmt: skip
@@ -406,11 +406,11 @@ def _product_kernel(
     if WEIGHTS_LEFT:
         few = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
         multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, AT_ONCE, OVERLAP)
-        gl.warp_specialize([(_multiply_few, few + multiplying_few), (_feed, feed + feeding)], [1], [24])
+        gl.warp_specialize([(_multiply_few, few + multiplying_few), (feed, fed + feeding)], [1], [24])
     else:
         multiply = (
             x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs,
             steps,
         )  # fmt: skip
         multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, AT_ONCE, OVERLAP)
-        gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
+        gl.warp_specialize([(_multiply, multiply + multiplying), (feed, fed + feeding)], [1], [24])

@@ -39,6 +39,20 @@ class CacheSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """What becomes of a product: queries and keys are normalised, if there are norms, and rotated; keys and
+    values are stored."""
+
+    rotation: Rotation
+    norms: HeadNorms | None
+    cache: CacheSlots
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache.key_cache_NBKD.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
 class RowState:
     """What the device holds of every slot between steps."""
 

@@ -25,13 +25,17 @@ WIDE_OUTPUTS = 256
 LEAST_BUSY = 0.7
 # Programs for each processor: with more, the kernel that follows finds no room to read ahead.
 MOST_BUSY = 0.86
-# Some programs that read ahead are enough for few rows, and of a long sum a few, for they would only take
-# bandwidth from the kernel before. With more rows all processors are to have work.
-ENOUGH_BUSY, ENOUGH_BUSY_LONG = 0.36, 0.2
-LONG_SUM = 4096  # inputs
-SHORT_SUM = 1024  # up to here small tiles are better than pieces
+# Up to 64 rows some programs that read ahead are enough. With more rows all processors are to have work.
+ENOUGH_BUSY = 0.36
 MOST_PIECES = 4
-MOST_BUSY_IN_FOUR = 0.5  # of very few rows: with more programs two pieces are better than four
+# Of very few rows: up to so many inputs pieces gain nothing, beyond the latter programs leave no room for
+# others, and with more programs for each processor than this two pieces are better than four.
+SHORT_SUM, LONG_SUM = 1024, 4096
+MOST_BUSY_IN_FOUR = 0.5
+# Of more rows: pieces gain nothing up to so many inputs, and narrow tiles, by which the rows are read twice
+# as often, with more programs for each processor.
+SHORT_SUM_OF_MORE = 2048
+MOST_BUSY_NARROW = 0.55
 # Gated programs for each processor, of which some run beside another: with up to 16 rows, and with more.
 MOST_SIDE_BY_SIDE_OF_FEW, MOST_SIDE_BY_SIDE = 1.1, 1.2
 TILE_BYTES = 196_608  # shared memory of a program for its tiles
@@ -92,6 +96,25 @@ def choose_tiling(
     return _tiling(num_rows, size, num_outputs, processors, may_split=may_split)
 
 
+@cache
+def choose_heads_tiling(
+    num_rows: int, size: int, num_outputs: int, *, head_dim: int, are_whole: bool, processors: int
+) -> ProductTiling | None:
+    """The tiling for a product whose tiles end as parts of heads (`are_whole`: as whole ones).
+
+    None: another kernel rotates them, behind the product that `choose_tiling` is asked for.
+    """
+    if num_rows <= VERY_FEW_ROWS or 2 * size * num_outputs > MOST_WEIGHT_BYTES:
+        return None
+    turns = ceil_div(num_rows, 64)
+    outputs, inputs = (head_dim, 64) if are_whole else (64, 128)
+    if not are_whole and turns * ceil_div(num_outputs, 32) <= MOST_BUSY_NARROW * processors:
+        outputs = 32
+    if turns * ceil_div(num_outputs, outputs) > processors:
+        return None
+    return ProductTiling(64, outputs, inputs, _stages(64, outputs, inputs))
+
+
 # ── few rows: weights are the left factor ─────────────────────────────────────────────────────
 
 
@@ -140,22 +163,25 @@ def _with_weights_left(
 def _tiling(
     num_rows: int, size: int, num_outputs: int, processors: int, *, may_split: bool
 ) -> ProductTiling | None:
-    for outputs in (32, 64) if size <= SHORT_SUM or not may_split else (64,):
-        programs = ceil_div(num_rows, 64) * ceil_div(num_outputs, outputs)
-        if programs <= MOST_BUSY * processors:
-            pieces = _choose_pieces(num_rows, size, programs / processors) if may_split else 1
-            return ProductTiling(64, outputs, 128, _stages(64, outputs, 128), pieces)
+    turns = ceil_div(num_rows, 64) / processors
+    narrow, wide = turns * ceil_div(num_outputs, 32), turns * ceil_div(num_outputs, 64)
+    may_split = may_split and size > SHORT_SUM_OF_MORE
+    # Of few rows as much of the weights as possible is to be on its way before their turn comes.
+    if may_split and num_rows <= FEW_ROWS and MOST_PIECES * narrow <= MOST_BUSY:
+        return ProductTiling(64, 32, 128, _stages(64, 32, 128), MOST_PIECES)
+    if not may_split and narrow <= MOST_BUSY_NARROW:
+        return ProductTiling(64, 32, 128, _stages(64, 32, 128))
+    if wide <= MOST_BUSY:
+        pieces = _choose_pieces(num_rows, wide) if may_split else 1
+        return ProductTiling(64, 64, 128, _stages(64, 64, 128), pieces)
     if num_rows > FEW_ROWS and ceil_div(num_rows, 128) * ceil_div(num_outputs, 64) <= processors:
         return ProductTiling(128, 64, 64, _stages(128, 64, 64))
     return None
 
 
-def _choose_pieces(num_rows: int, size: int, busy: float) -> int:
+def _choose_pieces(num_rows: int, busy: float) -> int:
     """How many programs share a tile, of which there are enough for this share of the processors."""
-    if num_rows <= FEW_ROWS:
-        enough = ENOUGH_BUSY_LONG if size > LONG_SUM else ENOUGH_BUSY
-    else:
-        enough = ENOUGH_BUSY if size <= SHORT_SUM else MOST_BUSY / 2
+    enough = ENOUGH_BUSY if num_rows <= FEW_ROWS else MOST_BUSY / 2
     pieces = 1
     while pieces < MOST_PIECES and busy * pieces < enough and 2 * busy * pieces <= MOST_BUSY:
         pieces *= 2

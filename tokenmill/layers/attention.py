@@ -50,6 +50,14 @@ class Attention(nn.Module):
 
         The backend must have planned the step, and stores the keys and values of all tokens.
         """
+        decoding = None
+        if needed_N is None and self.qkv_proj.gives_queries:
+            decoding = backend.decoding(rotation, self.head_norms(), self.layer)
+        if decoding is not None:
+            q_THD, residual_TE = self.qkv_proj.queries_after_norm(
+                norm, hidden_TE, residual_TE, decoding.heads
+            )
+            return self.o_proj.addend(decoding.attend(q_THD).flatten(1)), residual_TE
         product_TO, residual_TE = self.qkv_proj.after_norm(norm, hidden_TE, residual_TE)
         attended_TF = backend.run_product(
             product_TO.view(self._shape), rotation, self.head_norms(), self.layer, needed_N

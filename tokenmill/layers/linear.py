@@ -15,8 +15,8 @@ from torch import nn
 from tokenmill.kernels import narrow, packed
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.launching import is_invariant
-from tokenmill.kernels.linear import add_norm_linear, addend, in_blocks, linear
-from tokenmill.kernels.operands import Norm
+from tokenmill.kernels.linear import add_norm_linear, addend, in_blocks, linear, queries_after_norm
+from tokenmill.kernels.operands import Heads, Norm
 from tokenmill.layers.norm import RMSNorm
 
 # oneDNN cuts long sums in 16 bits into pieces, and where depends on the number of rows: an answer would
@@ -33,6 +33,8 @@ class Linear(nn.Module):
     `parts` names the checkpoint's projections stacked in the weight, with the outputs of each; an
     unfused one has none. The weight is uninitialised until it is loaded.
     """
+
+    gives_queries = True  # whether it has `queries_after_norm`
 
     def __init__(
         self,
@@ -73,6 +75,20 @@ class Linear(nn.Module):
             gated=gated,
         )
 
+    def queries_after_norm(
+        self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, heads: Heads
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`after_norm` of a product that gives queries, keys and values: queries [N, H, D], rotated; keys and
+        values are stored."""
+        return queries_after_norm(
+            x_NI,
+            residual_NI,
+            Norm(norm.weight, norm.epsilon),
+            weight_OI=self.weight,
+            bias_O=self.bias,
+            heads=heads,
+        )
+
     def slots(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(part, "weight" or "bias", view of the parameter that holds it), for every stacked part."""
         for kind, parameter in self.named_parameters():
@@ -104,6 +120,8 @@ class PackedLinear(nn.Module):
     The order is oneDNN's, or that of `kernels/narrow`. The weight counts as a parameter where it replaced
     one, not where it is a copy of a tied one.
     """
+
+    gives_queries = False
 
     def __init__(self, plain: Linear | TiedLinear) -> None:
         super().__init__()
