@@ -389,8 +389,9 @@ def test_of_many_tokens_those_that_do_not_follow_are_told(name: str) -> None:
 
 
 def with_many_threads(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """llguidance on a machine with many processors."""
+    """llguidance on a machine with many processors, and with time to compile a grammar for each."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(llguidance_backend, "_COPY_SECONDS", 60.0)
     return open_backend(EngineConfig(), VOCABULARY)
 
 
