@@ -112,10 +112,10 @@ def test_bytes_that_no_character_has_are_never_allowed(name: str, schema: str, f
     """The library may count them as one character where Python reads three."""
     texts, library = token_bytes(), backend(name)
     template = library.compile(Grammar("json_schema", schema))
-    matcher, masks = template.new(), np.zeros((2, library.num_words), dtype=np.int32)
+    matchers, masks = [template.new(), template.new()], np.zeros((2, library.num_words), dtype=np.int32)
     for token in (b'"', bytes([first])):
-        assert library.batch([matcher]).accept([texts.index(token)]) == [True]
-    for rows in ([matcher], [matcher, matcher]):
+        assert library.batch(matchers).accept([texts.index(token)] * 2) == [True, True]
+    for rows in (matchers[:1], matchers):
         library.batch(rows).fill_masks(masks[: len(rows)])
     after = {texts[token][0] for token in allowed(masks[0])}
     assert after == set(SECOND_BYTES[first]) & {text[0] for text in texts if text}

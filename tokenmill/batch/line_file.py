@@ -1,7 +1,8 @@
 """The output of a running job: lines of rows as they finish, and in the order of the input at the end.
 
 Owns the file, where the line of each row is in it, and that a reader never sees less than before, nor half a
-line, but for the end of one of many megabytes while it is written.
+line, but for the end of one of many megabytes while it is written, and of the last one where the process is
+killed in that moment: the system cuts a write where a page of memory ends.
 """
 
 from __future__ import annotations
