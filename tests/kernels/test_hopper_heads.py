@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tokenmill.kernels import linear
 from tokenmill.kernels.linear import linear_torch
-from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads
+from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads, Norm
 from tokenmill.kernels.product_tilings import ProductTiling
 from tokenmill.kernels.rotary import heads_of_product
 
@@ -83,3 +84,37 @@ def test_which_heads_end_such_tiles(
     norms = HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-6) if is_normed else None
     heads = Heads((angles, angles), norms, CacheSlots(cache, cache, torch.arange(3)))
     assert hopper.can_take(heads, ProductTiling(64, outputs, 64, 3)) == expected
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rows", [40, 100])
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_layer_takes_them_where_its_steps_are_graphs(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, rows: int, is_normed: bool, is_first: bool
+) -> None:
+    """As on a Hopper GPU, but for the dtype; the residual of the first layer is one row of zeros for all."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    from tokenmill.kernels import hopper_heads, hopper_linear, triton_attention, triton_rotary
+
+    monkeypatch.setattr(linear, "_are_some_rows_of_a_graph", lambda x: True)
+    monkeypatch.setattr(linear, "_has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(triton_attention, "num_processors", lambda device: 132)
+    monkeypatch.setattr(hopper_linear, "can_take", lambda x, weight: x.shape[1] == weight.shape[1])
+    monkeypatch.setattr(hopper_heads, "product", hopper.product)
+    monkeypatch.setattr(triton_rotary, "rotate_and_store", None)  # the other way
+    x, residual = (
+        torch.randn(rows, 72),
+        torch.zeros(72).expand(rows, 72) if is_first else torch.randn(rows, 72),
+    )
+    weight, bias, norm = torch.randn(4 * 64, 72) / 8, torch.randn(4 * 64), Norm(torch.randn(72), 1e-6)
+    angles, (keys, values) = torch.randn(rows, 32), torch.zeros(2, rows // 4 + 1, 4, 1, 64)
+    norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-6) if is_normed else None
+    heads = Heads((angles.cos(), angles.sin()), norms, CacheSlots(keys, values, torch.arange(rows)))
+    product, expected_total = linear.add_norm_linear_torch(x, residual, norm, weight_OI=weight, bias_O=bias)
+    expected = heads_of_product(product.view(rows, 4, 64), heads.rotation, norms, 1)
+    queries, total = linear.queries_after_norm(x, residual, norm, weight_OI=weight, bias_O=bias, heads=heads)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(queries, expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(keys.view(-1, 1, 64)[:rows], expected[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(values.view(-1, 1, 64)[:rows], expected[2], atol=1e-4, rtol=1e-4)

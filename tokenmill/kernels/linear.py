@@ -19,7 +19,7 @@ from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.launching import are_replayed, is_invariant, is_measured
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import Heads, Norm
-from tokenmill.kernels.product_tilings import choose_heads_tiling, choose_tiling
+from tokenmill.kernels.product_tilings import ProductTiling, choose_heads_tiling, choose_tiling
 
 # Products of up to so many rows are streamed; from the second row on, only with small weights: with large
 # ones the arithmetic units fall behind the memory, and tensor cores win.
@@ -132,14 +132,13 @@ def queries_after_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_norm_linear` on a GPU whose product gives queries, keys and values: queries [N, H, D], normalised
     and rotated; keys and values are stored."""
-    if _is_streamed(x_NI, weight_OI):
-        product_NO, total_NI = add_norm_linear(x_NI, residual_NI, norm, weight_OI=weight_OI, bias_O=bias_O)
-    else:
+    tiling = _heads_tiling(residual_NI, weight_OI, heads)
+    if tiling is not None:
+        from tokenmill.kernels import hopper_heads
+
         normed_NI, total_NI = add_rms_norm(x_NI, residual_NI, norm.weight_I, norm.epsilon)
-        q_NHD = _tiled_queries(normed_NI, weight_OI, bias_O, heads)
-        if q_NHD is not None:
-            return q_NHD, total_NI
-        product_NO = linear(normed_NI, weight_OI, bias_O)
+        return hopper_heads.product(normed_NI, weight_OI, bias_O, heads, tiling), total_NI
+    product_NO, total_NI = add_norm_linear(x_NI, residual_NI, norm, weight_OI=weight_OI, bias_O=bias_O)
     from tokenmill.kernels.triton_rotary import rotate_and_store
 
     product_NSD = product_NO.unflatten(1, (-1, heads.head_dim))
@@ -253,11 +252,9 @@ def _tiled(
     return None if tiling is None else hopper_linear.product(x_NI, weight_OI, bias_O, tiling, gated=gated)
 
 
-def _tiled_queries(
-    x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, heads: Heads
-) -> torch.Tensor | None:
-    """Queries of a product whose tiles end as heads, where that is known to be faster."""
-    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)):
+def _heads_tiling(x_NI: torch.Tensor, weight_OI: torch.Tensor, heads: Heads) -> ProductTiling | None:
+    """That of a product of rows like these whose tiles end as heads, where that is known to be faster."""
+    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)) or is_invariant():
         return None
     from tokenmill.kernels import hopper_heads, hopper_linear
     from tokenmill.kernels.triton_attention import num_processors
@@ -269,11 +266,9 @@ def _tiled_queries(
         are_whole=heads.norms is not None,
         processors=num_processors(x_NI.device),
     )
-    if tiling is None or is_invariant() or not hopper_linear.can_take(x_NI, weight_OI):
+    if tiling is None or not hopper_linear.can_take(x_NI, weight_OI):
         return None
-    if not hopper_heads.can_take(heads, tiling):
-        return None
-    return hopper_heads.product(x_NI, weight_OI, bias_O, heads, tiling)
+    return tiling if hopper_heads.can_take(heads, tiling) else None
 
 
 def _tiled_gated(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
