@@ -88,6 +88,7 @@ def _assembled(cubin: bytes) -> dict[str, Any]:
         "spills": max((loop["spills"] for loop in loops), default=0),
         "loops": loops,
         "HGMMA": sass.count("HGMMA"),
+        "product_waits": sass.count("WARPGROUP.DEPBAR"),
         "HMMA": sass.count("HMMA"),
         "wide_copies": len(re.findall(r"LDGSTS\.E\.(?:[A-Z0-9.]*\.)?128", sass)),
         "copies": sass.count("LDGSTS"),
@@ -393,6 +394,7 @@ def product(
         "OVERLAP": True,
         "AT_ONCE": hopper_linear._numbers_at_once(2 if tiling.pieces == 1 else 4, outputs),
         "WEIGHTS_LEFT": tiling.weights_left,
+        "IS_FED": gated or tiling.is_fed,
     } | ({} if bias else {"bias": None})
     constants |= {} if tiling.more else {"more_weight": None}
     pointers = {"out": "bf16" if tiling.pieces == 1 else "fp32"} | ({"bias": "bf16"} if bias else {})
@@ -405,9 +407,11 @@ def product(
     }
     options = {"num_warps": tiling.num_warps, "maxnreg": tiling.registers}
     facts = compiled(hopper_linear._product_kernel, pointers, scalars, constants, **options)
-    # Boxes of 64 inputs, of both halves of a tile and of two tiles beside each other.
-    boxes = tiling.inputs // 64 * (2 if gated else 1) * (2 if tiling.more else 1)
-    return facts | {"weight_boxes": boxes, "is_half": tiling.registers is not None}
+    # Boxes of 64 inputs, of both halves of a tile and of two tiles beside each other. A warp asks for one.
+    boxes = (tiling.inputs // 64 if gated or tiling.is_fed else 1) * (2 if gated else 1)
+    is_half = tiling.registers is not None
+    facts |= {"is_half": is_half, "is_fed": gated or tiling.is_fed}
+    return facts | {"weight_boxes": boxes * (2 if tiling.more else 1)}
 
 
 def gated_product(tiling: hopper_gated.GatedTiling) -> dict[str, Any]:
@@ -492,7 +496,7 @@ def heads(
         "epsilon": "fp32",
     }
     facts = compiled(hopper_heads._heads_kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
-    return facts | {"weight_boxes": tiling.inputs // 64 * 2, "is_half": False}
+    return facts | {"weight_boxes": 2, "is_half": False, "is_fed": False}
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmill.kernels.direct_launch import launch
-from tokenmill.kernels.hopper_linear import feed, tiles, tiles_of_rows, with_bias
+from tokenmill.kernels.hopper_linear import copy_first_tiles, copy_tiles, tiles, tiles_of_rows, with_bias
 from tokenmill.kernels.operands import Heads
 from tokenmill.kernels.product_tilings import ProductTiling
 from tokenmill.kernels.sizes import ceil_div
-from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
+from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options
 
 AT_ONCE = 8  # numbers that a thread stores, 16 bytes
 WIDTHS = (8, 16, 32, 64)  # of each part of a tile, in outputs
@@ -138,66 +138,6 @@ def _put(
             gl.store(value_cache + (targets + value * stride_head), part, mask=keep)
 
 
-@gluon.jit
-def _multiply(
-    x_tiles, w_tiles, full, empty, bias, cos, sin, q_weight, k_weight, slots, q_out, key_cache, value_cache,
-    epsilon, row, head, column, num_rows, steps, stride_cos, stride_sin, stride_page, stride_slot,
-    stride_head, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """The other warps: the sums of both parts of a head, and what becomes of them."""
-    dtype: gl.constexpr = q_out.dtype.element_ty
-    HALF: gl.constexpr = HEAD_DIM // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    is_rotated = head < NUM_HEADS + NUM_KV_HEADS
-    if q_weight is not None:
-        first_weights = _weights_of_norm(q_weight, k_weight, columns, head < NUM_HEADS, HEAD_DIM)
-        second_weights = _weights_of_norm(q_weight, k_weight, columns + HALF, head < NUM_HEADS, HEAD_DIM)
-    wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
-    # On their way while tiles are multiplied.
-    is_there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
-    own = rows.to(gl.int64)[:, None]
-    cosines = gl.load(cos + (own * stride_cos + columns[None, :]), mask=is_there, other=0)
-    sines = gl.load(sin + (own * stride_sin + columns[None, :]), mask=is_there, other=0)
-    slot = gl.load(slots + rows, mask=rows < num_rows, other=0)
-    halves = w_tiles._reinterpret(w_tiles.dtype, [2 * STAGES, WIDTH, w_tiles.shape[2]], w_tiles.layout)
-    first = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
-    second = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES % 2)
-        x_tile = x_tiles.index(stage)
-        first = warpgroup_mma(x_tile, halves.index(2 * stage).permute((1, 0)), first, is_async=True)
-        second = warpgroup_mma(x_tile, halves.index(2 * stage + 1).permute((1, 0)), second, is_async=True)
-        # The products of the step before are done, and its tiles may be overwritten.
-        first, second = warpgroup_mma_wait(2, [first, second])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
-    first, second = warpgroup_mma_wait(0, [first, second])
-    # Rounded where one kernel left the product to the next one.
-    place = head * HEAD_DIM + columns
-    end = (head + 1) * HEAD_DIM
-    first = with_bias(first, bias, place, end).to(dtype).to(gl.float32)
-    second = with_bias(second, bias, place + HALF, end).to(dtype).to(gl.float32)
-    if is_rotated:
-        if q_weight is not None:
-            squares = gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)
-            inverse = gl.rsqrt(squares / HEAD_DIM + epsilon)
-            first = _scaled(first, inverse, first_weights, dtype)
-            second = _scaled(second, inverse, second_weights, dtype)
-        first, second = _rotated(first, second, cosines.to(gl.float32), sines.to(gl.float32), dtype)
-    _put(
-        first, column, row, slot, q_out, key_cache, value_cache, head, num_rows, stride_page, stride_slot,
-        stride_head, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, AT_ONCE,
-    )  # fmt: skip
-    _put(
-        second, column + HALF, row, slot, q_out, key_cache, value_cache, head, num_rows, stride_page,
-        stride_slot, stride_head, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, AT_ONCE,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["num_rows", "steps"], do_not_specialize_on_alignment=["slots"])
 def _heads_kernel(
     x,
@@ -231,29 +171,74 @@ def _heads_kernel(
     OVERLAP: gl.constexpr,
 ):
     let_next_begin(OVERLAP)
+    dtype: gl.constexpr = q_out.dtype.element_ty
+    HALF: gl.constexpr = HEAD_DIM // 2
     WIDTH: gl.constexpr = BLOCK_N // 2
     PARTS: gl.constexpr = HEAD_DIM // BLOCK_N  # of a head
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
     head = gl.program_id(0) // PARTS
     column = gl.program_id(0) % PARTS * WIDTH
     row = gl.program_id(1) * BLOCK_M
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    if q_weight is not None:
+        first_weights = _weights_of_norm(q_weight, k_weight, columns, head < NUM_HEADS, HEAD_DIM)
+        second_weights = _weights_of_norm(q_weight, k_weight, columns + HALF, head < NUM_HEADS, HEAD_DIM)
+
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
-    # Tiles are there, tiles are done with; one of each for each stage.
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())  # tiles are there
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
     # A tile's halves lie half a head apart, as those of a gated one lie half a weight apart.
     output = head * HEAD_DIM + column
-    fed = (x, weight, None, x_tiles, w_tiles, w_tiles, full, empty, row, output, HEAD_DIM // 2, 0, steps)
-    feeding: gl.constexpr = (True, BLOCK_M, BLOCK_N, 0, BLOCK_K, STAGES, OVERLAP)
-    multiply = (
-        x_tiles, w_tiles, full, empty, bias, cos, sin, q_weight, k_weight, slots, q_out, key_cache,
-        value_cache, epsilon, row, head, column, num_rows, steps, stride_cos, stride_sin, stride_page,
-        stride_slot, stride_head,
+    copy_first_tiles(
+        x, weight, None, x_tiles, w_tiles, w_tiles, full, row, output, HALF, 0, steps, True, BLOCK_M, BLOCK_N,
+        0, BLOCK_K, STAGES, OVERLAP,
     )  # fmt: skip
-    multiplying: gl.constexpr = (
-        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, WIDTH, STAGES, AT_ONCE, OVERLAP,
+    # On their way while tiles are multiplied.
+    is_there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
+    own = rows.to(gl.int64)[:, None]
+    cosines = gl.load(cos + (own * stride_cos + columns[None, :]), mask=is_there, other=0)
+    sines = gl.load(sin + (own * stride_sin + columns[None, :]), mask=is_there, other=0)
+    row_slots = gl.load(slots + rows, mask=rows < num_rows, other=0)
+
+    halves = w_tiles._reinterpret(w_tiles.dtype, [2 * STAGES, WIDTH, BLOCK_K], w_tiles.layout)
+    first = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
+    second = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES % 2)
+        x_tile = x_tiles.index(slot)
+        first = warpgroup_mma(x_tile, halves.index(2 * slot).permute((1, 0)), first, is_async=True)
+        second = warpgroup_mma(x_tile, halves.index(2 * slot + 1).permute((1, 0)), second, is_async=True)
+        # The products of the step before are done, and its tiles may be overwritten.
+        first, second = warpgroup_mma_wait(2, [first, second])
+        ahead = step + STAGES - 1
+        if (step > 0) & (ahead < steps):
+            copy_tiles(
+                x, weight, None, x_tiles, w_tiles, w_tiles, full, row, output, HALF, 0, ahead, True, BLOCK_M,
+                BLOCK_N, 0, BLOCK_K, STAGES,
+            )  # fmt: skip
+    first, second = warpgroup_mma_wait(0, [first, second])
+
+    # Rounded where one kernel left the product to the next one.
+    place = head * HEAD_DIM + columns
+    end = (head + 1) * HEAD_DIM
+    first = with_bias(first, bias, place, end).to(dtype).to(gl.float32)
+    second = with_bias(second, bias, place + HALF, end).to(dtype).to(gl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if q_weight is not None:
+            squares = gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)
+            inverse = gl.rsqrt(squares / HEAD_DIM + epsilon)
+            first = _scaled(first, inverse, first_weights, dtype)
+            second = _scaled(second, inverse, second_weights, dtype)
+        first, second = _rotated(first, second, cosines.to(gl.float32), sines.to(gl.float32), dtype)
+    _put(
+        first, column, row, row_slots, q_out, key_cache, value_cache, head, num_rows, stride_page,
+        stride_slot, stride_head, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, AT_ONCE,
     )  # fmt: skip
-    gl.warp_specialize([(_multiply, multiply + multiplying), (feed, fed + feeding)], [1], [24])
+    _put(
+        second, column + HALF, row, row_slots, q_out, key_cache, value_cache, head, num_rows, stride_page,
+        stride_slot, stride_head, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, AT_ONCE,
+    )  # fmt: skip

@@ -90,6 +90,7 @@ def product(
         STAGES=tiling.stages,
         AT_ONCE=_numbers_at_once(out.element_size(), num_outputs),
         WEIGHTS_LEFT=tiling.weights_left,
+        IS_FED=tiling.is_fed or gated,
         num_warps=tiling.num_warps,
         maxnreg=tiling.registers,
         **overlap_options(x_NI.device),
@@ -152,16 +153,16 @@ def _copy_all_weights(
 
 
 @gluon.jit
-def feed(
-    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin, steps,
+def copy_first_tiles(
+    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin, steps,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """One warp: copy the tiles. Nobody writes weights, so the first of them do not wait for other kernels."""
-    NUM_BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N)
+    """The tiles of as many steps as there are stages. Nobody writes weights, so they do not wait for other
+    kernels."""
     for step in range(gl.minimum(steps, STAGES)):
         column = (begin + step) * BLOCK_K
-        mbarrier.expect(full.index(step), NUM_BYTES)
+        mbarrier.expect(full.index(step), 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N))
         _copy_all_weights(
             weight, more_weight, w_tiles, m_tiles, full.index(step), step, output, num_outputs, column, GATED,
             BLOCK_N, MORE_N, BLOCK_K, STAGES,
@@ -170,16 +171,42 @@ def feed(
     for step in range(gl.minimum(steps, STAGES)):
         column = (begin + step) * BLOCK_K
         tma.async_copy_global_to_shared(x, [row, column], full.index(step), x_tiles.index(step))
+
+
+@gluon.jit
+def copy_tiles(
+    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin, step,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Those of a later step, in place of tiles that all warps are done with."""
+    slot = step % STAGES
+    column = (begin + step) * BLOCK_K
+    mbarrier.expect(full.index(slot), 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N))
+    _copy_all_weights(
+        weight, more_weight, w_tiles, m_tiles, full.index(slot), slot, output, num_outputs, column, GATED,
+        BLOCK_N, MORE_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    tma.async_copy_global_to_shared(x, [row, column], full.index(slot), x_tiles.index(slot))
+
+
+@gluon.jit
+def _feed(
+    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin, steps,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One warp: copy the tiles."""
+    copy_first_tiles(
+        x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin, steps,
+        GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP,
+    )  # fmt: skip
     for step in range(STAGES, steps):
-        slot = step % STAGES
-        column = (begin + step) * BLOCK_K
-        mbarrier.wait(empty.index(slot), step // STAGES % 2 ^ 1)
-        mbarrier.expect(full.index(slot), NUM_BYTES)
-        _copy_all_weights(
-            weight, more_weight, w_tiles, m_tiles, full.index(slot), slot, output, num_outputs, column, GATED,
-            BLOCK_N, MORE_N, BLOCK_K, STAGES,
+        mbarrier.wait(empty.index(step % STAGES), step // STAGES % 2 ^ 1)
+        copy_tiles(
+            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin, step,
+            GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES,
         )  # fmt: skip
-        tma.async_copy_global_to_shared(x, [row, column], full.index(slot), x_tiles.index(slot))
 
 
 @gluon.jit
@@ -287,12 +314,19 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
-    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
-    STAGES: gl.constexpr, AT_ONCE: gl.constexpr, OVERLAP: gl.constexpr,
+    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows,
+    num_outputs, begin, steps, GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
+    IS_FED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The other warps: the sums of the program's tiles."""
-    wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
+    """The sums of the program's tiles, which another warp copies, or these warps themselves."""
+    if IS_FED:
+        wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
+    else:
+        copy_first_tiles(
+            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin, steps,
+            GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP,
+        )  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     if MORE_N > 0:
@@ -310,7 +344,15 @@ def _multiply(
             acc, more = warpgroup_mma_wait(2, [acc, more])
         else:
             acc = warpgroup_mma_wait(1, [acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+        if IS_FED:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+        else:
+            ahead = step + STAGES - 1
+            if (step > 0) & (ahead < steps):
+                copy_tiles(
+                    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin,
+                    ahead, GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES,
+                )  # fmt: skip
     if MORE_N > 0:
         acc, more = warpgroup_mma_wait(0, [acc, more])
         beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
@@ -379,13 +421,16 @@ def _product_kernel(
     AT_ONCE: gl.constexpr,
     OVERLAP: gl.constexpr,
     WEIGHTS_LEFT: gl.constexpr,
+    IS_FED: gl.constexpr,
 ):
     let_next_begin(OVERLAP)
     output = gl.program_id(0) * ((BLOCK_N + MORE_N) // (2 if GATED else 1))
     row = gl.program_id(1) * BLOCK_M
     piece = gl.program_id(2)
     begin = piece * piece_steps
-    steps = gl.minimum(piece_steps, total_steps - begin)
+    # The last of several pieces may have none, and gets zeros, from beyond the end. That there is always one
+    # lets a product begin before the one before it has ended: the compiler finds no sum without any.
+    steps = gl.maximum(gl.minimum(piece_steps, total_steps - begin), 1)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
     m_tiles = w_tiles
@@ -393,12 +438,15 @@ def _product_kernel(
         m_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, MORE_N, BLOCK_K], x.layout)
     # Tiles are there, tiles are done with; one of each for each stage.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = full
+    if IS_FED:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        if IS_FED:
+            mbarrier.init(empty.index(stage), count=1)
 
-    fed = (
+    feed = (
         x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, row, output, num_outputs, begin,
         steps,
     )  # fmt: skip
@@ -406,11 +454,19 @@ def _product_kernel(
     if WEIGHTS_LEFT:
         few = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
         multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, AT_ONCE, OVERLAP)
-        gl.warp_specialize([(_multiply_few, few + multiplying_few), (feed, fed + feeding)], [1], [24])
-    else:
+        gl.warp_specialize([(_multiply_few, few + multiplying_few), (_feed, feed + feeding)], [1], [24])
+    elif IS_FED:
         multiply = (
-            x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs,
-            steps,
+            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece,
+            num_rows, num_outputs, begin, steps,
         )  # fmt: skip
-        multiplying: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, STAGES, AT_ONCE, OVERLAP)
-        gl.warp_specialize([(_multiply, multiply + multiplying), (feed, fed + feeding)], [1], [24])
+        multiplying: gl.constexpr = (
+            GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, AT_ONCE, IS_FED, OVERLAP,
+        )  # fmt: skip
+        gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
+    else:
+        _multiply(
+            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece,
+            num_rows, num_outputs, begin, steps, GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, AT_ONCE,
+            IS_FED, OVERLAP,
+        )  # fmt: skip

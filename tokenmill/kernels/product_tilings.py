@@ -70,6 +70,12 @@ class ProductTiling:
         return self.outputs + self.more
 
     @property
+    def is_fed(self) -> bool:
+        """Whether a warp of its own copies tiles. A small tile that is not gated gains without one: it is set
+        up sooner, and most of its copies are under way from the start."""
+        return self.weights_left or self.rows > 64
+
+    @property
     def num_warps(self) -> int:
         """Those that multiply."""
         return 4 if self.weights_left else self.rows // 16
