@@ -8,7 +8,14 @@ import torch
 
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.launching import replayed
-from tokenmill.kernels.linear import add_norm_linear, addend, linear, linear_torch
+from tokenmill.kernels.linear import (
+    Addend,
+    add_norm_linear,
+    add_norm_linear_torch,
+    computed,
+    linear,
+    linear_torch,
+)
 from tokenmill.kernels.norm import add_rms_norm, rms_norm, rms_norm_torch
 from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads, Norm
 from tokenmill.kernels.product_tilings import ProductTiling
@@ -155,7 +162,7 @@ def test_products_in_graphs(
     with replayed():
         assert relative_error(linear(x, weight, bias_O, gated=gated), exact) < limit
         if not gated:
-            product = addend(x, weight, bias_O)
+            product = Addend(x, weight, bias_O).computed()
             whole = product.sum(dim=0).to(dtype) if product.dim() == 3 else product
             assert relative_error(whole, exact) < limit
 
@@ -288,6 +295,69 @@ def test_tiles_of_any_shape(rows: int, pieces: int, inputs: int, more: int, weig
     assert relative_error(whole, exact) < 4e-3
 
 
+@pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize(
+    ("size", "outputs", "inner", "bias"),
+    [(896, 896, 4864, False), (2048, 1536, 3072, False), (1536, 1536, 4608, True), (136, 264, 520, True)],
+)
+def test_a_gated_product_of_a_sum_needs_no_norm(
+    rows: int, size: int, outputs: int, inner: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as exact as with a kernel for the norm, which is not called."""
+    from tokenmill.kernels import linear as products
+
+    dtype = torch.bfloat16
+    first = numbers(outputs, size, dtype=dtype) / size**0.5
+    second = numbers(2 * inner, outputs, dtype=dtype, seed=1) / outputs**0.5
+    biases = [numbers(len(each), dtype=dtype, seed=2) if bias else None for each in (first, second)]
+    x = numbers(rows, size, dtype=dtype, seed=3)
+    residual = 30 * numbers(rows, outputs, dtype=dtype, seed=4)
+    norm = Norm(numbers(outputs, dtype=dtype, seed=5), 1e-6)
+    addend = Addend(x, first, biases[0])
+    plain, sums = add_norm_linear(
+        addend.computed(), residual, norm, weight_OI=second, bias_O=biases[1], gated=True
+    )
+    exact_sums = linear_torch(x.double(), first.double(), widened(biases[0])) + residual.double()
+    normed = rms_norm_torch(exact_sums, norm.weight_I.double(), norm.epsilon)
+    exact = linear_torch(normed, second.double(), widened(biases[1]), gated=True)
+    monkeypatch.setattr(products, "add_rms_norm", None)
+    with replayed():
+        ours, total = add_norm_linear(addend, residual, norm, weight_OI=second, bias_O=biases[1], gated=True)
+    assert relative_error(total, exact_sums) < 1.2 * relative_error(sums, exact_sums)
+    assert relative_error(ours, exact) < 1.2 * relative_error(plain, exact)
+
+
+def test_a_small_weight_is_streamed_for_two_rows_though_a_norm_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes behind it may go by tiles; its weight is too large to be streamed twice."""
+    from tokenmill.kernels import hopper_linear
+
+    first, second = (
+        numbers(2048, 2048, dtype=torch.bfloat16) / 50,
+        numbers(8192, 2048, dtype=torch.bfloat16) / 50,
+    )
+    x, residual = (
+        numbers(2, 2048, dtype=torch.bfloat16, seed=1),
+        numbers(2, 2048, dtype=torch.bfloat16, seed=2),
+    )
+    norm = Norm(torch.ones_like(first[0]), 1e-6)
+    exact, _ = add_norm_linear_torch(
+        linear_torch(x.double(), first.double(), None),
+        residual.double(),
+        Norm(norm.weight_I.double(), norm.epsilon),
+        weight_OI=second.double(),
+        bias_O=None,
+        gated=True,
+    )
+    monkeypatch.setattr(hopper_linear, "add", None)
+    with replayed():
+        ours, _ = add_norm_linear(
+            Addend(x, first, None), residual, norm, weight_OI=second, bias_O=None, gated=True
+        )
+    assert relative_error(ours, exact) < 1e-2
+
+
 @pytest.mark.parametrize("size", [1024, 2048])  # the second is left in pieces with few rows
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 5, 30, 60, 128, 200, 300])
@@ -309,12 +379,13 @@ def test_overlapping_kernels_wait_for_each_other(
     start = numbers(rows, size, dtype=dtype, seed=42)
 
     def chain() -> torch.Tensor:
-        x, residual = start, torch.zeros_like(start)
+        x: torch.Tensor | Addend = start
+        residual = torch.zeros_like(start)
         with replayed():
             for first, second in zip(weights[::2], weights[1::2], strict=True):
                 x, residual = add_norm_linear(x, residual, norm, weight_OI=first, bias_O=None, gated=gated)
-                x = addend(x, second, None)
-            return add_rms_norm(x, residual, norm.weight_I, norm.epsilon)[0]
+                x = Addend(x, second, None)
+            return add_rms_norm(computed(x), residual, norm.weight_I, norm.epsilon)[0]
 
     monkeypatch.setattr(triton_overlap, "ENABLED", False)
     expected = chain()

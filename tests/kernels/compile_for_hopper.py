@@ -7,6 +7,7 @@ Run as a script, because Triton cannot compile in a process that uses its interp
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -378,11 +379,16 @@ def product(
     gated: bool = False,
     may_split: bool = False,
     bias: bool = False,
+    added: bool = False,
+    parts: int = 0,
 ) -> dict[str, Any]:
+    """`added`: to a residual, with squares for a norm; of rows whose squares come in so many `parts`."""
     tiling = product_tilings.choose_tiling(
-        num_rows, size, outputs, gated=gated, may_split=may_split, processors=132
+        num_rows, size, outputs, gated=gated, may_split=may_split or added, processors=132
     )
     assert tiling is not None
+    if added:
+        tiling = dataclasses.replace(tiling, pieces=1)
     weights, more = (width // 2 if gated else width for width in (tiling.outputs, tiling.more))
     constants = {
         "GATED": gated,
@@ -393,17 +399,30 @@ def product(
         "STAGES": tiling.stages,
         "OVERLAP": True,
         "AT_ONCE": hopper_linear._numbers_at_once(2 if tiling.pieces == 1 else 4, outputs),
+        "PARTS": parts,
         "WEIGHTS_LEFT": tiling.weights_left,
         "IS_FED": gated or tiling.is_fed,
-    } | ({} if bias else {"bias": None})
-    constants |= {} if tiling.more else {"more_weight": None}
-    pointers = {"out": "bf16" if tiling.pieces == 1 else "fp32"} | ({"bias": "bf16"} if bias else {})
+    }
+    left_out = [] if bias else ["bias"]
+    left_out += [] if tiling.more else ["more_weight"]
+    left_out += [] if added else ["residual", "norm", "total"]
+    left_out += [] if added or parts else ["squares"]
+    constants |= dict.fromkeys(left_out)
+    kinds = {
+        "out": "bf16" if tiling.pieces == 1 else "fp32",
+        **dict.fromkeys(("bias", "residual", "norm", "total"), "bf16"),
+        "squares": "fp32",
+    }
+    pointers = {name: kind for name, kind in kinds.items() if name not in left_out}
     layout = hopper_linear.TILE_LAYOUT
     scalars = {
         "x": f"tensordesc<bf16[{tiling.rows}, {tiling.inputs}],{layout!r}>",
         "weight": f"tensordesc<bf16[{weights}, {tiling.inputs}],{layout!r}>",
         **({"more_weight": f"tensordesc<bf16[{more}, {tiling.inputs}],{layout!r}>"} if more else {}),
-        **dict.fromkeys(("num_rows", "num_outputs", "total_steps", "piece_steps"), "i32"),
+        "epsilon": "fp32",
+        **dict.fromkeys(
+            ("num_rows", "num_outputs", "size", "total_steps", "piece_steps", "num_parts"), "i32"
+        ),
     }
     options = {"num_warps": tiling.num_warps, "maxnreg": tiling.registers}
     facts = compiled(hopper_linear._product_kernel, pointers, scalars, constants, **options)
@@ -461,8 +480,9 @@ def heads(
     head_dim: int,
     *,
     normed: bool = False,
+    parts: int = 0,
 ) -> dict[str, Any]:
-    """Queries, keys and values; with a bias where nothing is normalised."""
+    """Queries, keys and values; with a bias where nothing is normalised. Of rows with so many `parts`."""
     tiling = product_tilings.choose_heads_tiling(
         num_rows,
         size,
@@ -482,18 +502,21 @@ def heads(
         "BLOCK_K": tiling.inputs,
         "STAGES": tiling.stages,
         "AT_ONCE": hopper_heads.AT_ONCE,
+        "PARTS": parts,
         "OVERLAP": True,
     }
     left_out = ("bias",) if normed else ("q_weight", "k_weight")
+    left_out += () if parts else ("squares",)
     names = ("bias", "cos", "sin", "q_weight", "k_weight", "q_out", "key_cache", "value_cache")
     pointers = {**dict.fromkeys((name for name in names if name not in left_out), "bf16"), "slots": "i64"}
+    pointers |= {"squares": "fp32"} if parts else {}
     constants |= dict.fromkeys(left_out)
     boxes = {"x": [tiling.rows, tiling.inputs], "weight": [tiling.outputs // 2, tiling.inputs]}
     scalars = {
         **{name: f"tensordesc<bf16{box},{hopper_linear.TILE_LAYOUT!r}>" for name, box in boxes.items()},
-        **dict.fromkeys(("num_rows", "steps"), "i32"),
+        **dict.fromkeys(("num_rows", "size", "steps", "num_parts"), "i32"),
         **{f"stride_{name}": "i32" for name in ("cos", "sin", "page", "slot", "head")},
-        "epsilon": "fp32",
+        **dict.fromkeys(("head_epsilon", "epsilon"), "fp32"),
     }
     facts = compiled(hopper_heads._heads_kernel, pointers, scalars, constants, num_warps=tiling.num_warps)
     return facts | {"weight_boxes": 2, "is_half": False, "is_fed": False}
@@ -556,9 +579,21 @@ if __name__ == "__main__":
             "product gate_up 8B, many rows": product(128, 4096, 14336, gated=True),
             "product down 0.5B": product(64, 4864, 896, may_split=True),
             "product down 0.6B": product(256, 3072, 1024, may_split=True),
+            "product output 0.5B, added": product(128, 896, 896, added=True),
+            "product output 0.5B, few rows, added": product(8, 896, 896, added=True),
+            "product output 0.6B, added": product(256, 2048, 1024, added=True),
+            "product gate_up 0.5B, scaled": product(128, 896, 4864, gated=True, parts=32),
+            "product gate_up 0.5B, few rows, scaled": product(8, 896, 4864, gated=True, parts=16),
+            "product gate_up 0.5B, tiles beside each other, scaled": product(
+                256, 896, 4864, gated=True, parts=16
+            ),
+            "product gate_up 1.5B, few rows, scaled": product(16, 1536, 8960, gated=True, parts=32),
+            "product gate_up 0.6B, scaled": product(64, 1024, 3072, gated=True, parts=32),
             "heads 0.5B": heads(64, 896, 14, 2, 64),
             "heads 0.5B, many rows": heads(256, 896, 14, 2, 64),
             "heads 0.6B": heads(128, 1024, 16, 8, 128, normed=True),
+            "heads 0.5B, many rows, scaled": heads(256, 896, 14, 2, 64, parts=16),
+            "heads 0.6B, scaled": heads(128, 1024, 16, 8, 128, normed=True, parts=32),
             "gated product, wide": gated_product(hopper_gated.WIDE),
             "gated product, narrow": gated_product(hopper_gated.NARROW),
             "rotate and store": rotate_and_store(16, 8, 128),

@@ -12,7 +12,8 @@ import torch
 
 from tokenmill.kernels import linear
 from tokenmill.kernels.linear import linear_torch
-from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads, Norm
+from tokenmill.kernels.norm import rms_norm_torch
+from tokenmill.kernels.operands import CacheSlots, HeadNorms, Heads, Norm, UnscaledRows
 from tokenmill.kernels.product_tilings import ProductTiling
 from tokenmill.kernels.rotary import heads_of_product
 
@@ -28,7 +29,8 @@ def hopper(load_on_cpu: Callable[[str], ModuleType]) -> Any:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_heads(hopper: Any, seed: int) -> None:
-    """Parts of heads and whole ones, norms, a bias, parts of tiles; what is in no slot stays as it is."""
+    """Parts of heads and whole ones, norms, a bias, parts of tiles; what is in no slot stays as it is. Rows
+    may be those of a norm that are still to be scaled."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -50,11 +52,15 @@ def test_random_heads(hopper: Any, seed: int) -> None:
     angles = numbers(rows, head_dim // 2)
     rotation = angles.cos(), angles.sin()
     norms = HeadNorms(numbers(head_dim), numbers(head_dim), 1e-6) if is_normed else None
+    scaled = None
+    if draw.random() < 0.5:  # a norm whose rows are still to be multiplied by their factors
+        squares = torch.stack([part.square().sum(dim=1) for part in x.chunk(draw.randint(1, 8), dim=1)])
+        scaled, x = UnscaledRows(x, squares, 1e-5), rms_norm_torch(x, torch.ones(size), 1e-5)
     exact = linear_torch(x.double(), weight.double(), None if bias is None else bias.double()).float()
     expected = heads_of_product(exact.view(rows, -1, head_dim), rotation, norms, num_kv_heads)
     heads = Heads(rotation, norms, CacheSlots(caches[0].clone(), caches[1].clone(), slots))
     assert hopper.can_take(heads, tiling)
-    queries = hopper.product(x, weight, bias, heads, tiling)
+    queries = hopper.product(x if scaled is None else scaled, weight, bias, heads, tiling)
     torch.testing.assert_close(queries, expected[0], atol=1e-4, rtol=1e-4)
     for before, cache, stored in zip(
         caches, (heads.cache.key_cache_NBKD, heads.cache.value_cache_NBKD), expected[1:], strict=True

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tokenmill.kernels.linear import linear_torch
+from tokenmill.kernels.norm import rms_norm_torch
+from tokenmill.kernels.operands import Norm
 from tokenmill.kernels.product_tilings import ProductTiling, choose_tiling
 from tokenmill.kernels.spare_rows import rows_to_copy
 
@@ -57,6 +59,49 @@ def test_random_products(hopper: Any, seed: int) -> None:
     whole = product if tiling.pieces == 1 else product.sum(dim=0)
     exact = linear_torch(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
     torch.testing.assert_close(whole.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_sums_and_what_their_norm_is_multiplied_by(hopper: Any, seed: int) -> None:
+    """A product added to a residual, and one of the norm of that, of which the first has left the factors."""
+    draw = random.Random(seed)
+    gated, rows, size, middle = (
+        draw.random() < 0.6,
+        draw.randint(1, 200),
+        8 * draw.randint(1, 60),
+        8 * draw.randint(1, 60),
+    )
+    outputs = draw.randint(1, 150)
+
+    def tiling(*, gated: bool) -> ProductTiling:
+        weights_left = draw.random() < 0.5
+        return ProductTiling(
+            rows=draw.choice((16, 32, 64) if weights_left else (64, 128)),
+            outputs=draw.choice((64, 128) if weights_left else (32, 64, 128)),
+            inputs=draw.choice((64, 128)) if weights_left or not gated else 64,
+            stages=draw.randint(2, 5),
+            more=0 if weights_left or not gated else draw.choice((0, 0, 32, 64)),
+            weights_left=weights_left,
+        )
+
+    x = with_others_behind(numbers(rows, size, seed=seed), draw.choice((0, 3, 128)))
+    first = numbers(middle, size, seed=seed + 1) / size**0.5
+    second = numbers((2 if gated else 1) * outputs, middle, seed=seed + 2) / middle**0.5
+    residual, weight = numbers(rows, middle, seed=seed + 3), numbers(middle, seed=seed + 4)
+    biases = [numbers(len(each), seed=seed + 5) if draw.random() < 0.3 else None for each in (first, second)]
+    scaled, total = hopper.add(x, first, biases[0], residual, Norm(weight, 1e-5), tiling(gated=False))
+    expected = linear_torch(x.double(), first.double(), None if biases[0] is None else biases[0].double())
+    expected += residual.double()
+    torch.testing.assert_close(total.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scaled.numbers_NI, total * weight)
+    torch.testing.assert_close(scaled.squares_CN.sum(dim=0), total.square().sum(dim=1), atol=1e-3, rtol=1e-4)
+    product = hopper.product(scaled, second, biases[1], tiling(gated=gated), gated=gated)
+    normed = rms_norm_torch(expected, weight.double(), 1e-5)
+    bias = None if biases[1] is None else biases[1].double()
+    exact = linear_torch(normed, second.double(), bias, gated=gated)
+    torch.testing.assert_close(product.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,18 @@ def test_the_same_every_time_and_in_any_company(triton_device: str, gated: bool)
 @pytest.mark.parametrize("rows", [0, 1, 40])
 def test_the_choice_on_a_cpu_is_torch(rows: int) -> None:
     given = case(rows, 32, 5, bias=True, gated=True, dtype=torch.bfloat16, device="cpu")
-    for ours, theirs in zip(
-        plain.add_norm_linear(**given), plain.add_norm_linear_torch(**given), strict=True
-    ):
+    x = given.pop("x_NI")
+    expected = plain.add_norm_linear_torch(x, **given)
+    for ours, theirs in zip(plain.add_norm_linear(x, **given), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_an_addend_is_computed_when_it_is_added(rows: int) -> None:
+    given = case(rows, 32, 5, bias=True, gated=True, dtype=torch.bfloat16, device="cpu")
+    addend = plain.Addend(given.pop("x_NI"), torch.randn(32, 32).bfloat16(), torch.randn(32).bfloat16())
+    expected = plain.add_norm_linear_torch(addend.computed(), **given)
+    for ours, theirs in zip(plain.add_norm_linear(addend, **given), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -68,8 +68,13 @@ def test_the_warm_up_launches_every_tiling(
         tiling = product_tilings.choose_tiling(
             rows, size, num_outputs, gated=gated, may_split=may_split, processors=processors
         )
-        return tiling, product_tilings.choose_heads_tiling(
+        heads = product_tilings.choose_heads_tiling(
             rows, size, num_outputs, head_dim=64, are_whole=gated, processors=processors
+        )
+        return (
+            tiling,
+            heads,
+            product_tilings.choose_sum_tiling(rows, size, num_outputs, processors=processors),
         )
 
     assert chosen(num_rows) == chosen(min(rows for rows in _TILED if rows >= num_rows))
@@ -150,6 +155,30 @@ def test_sums_are_cut_where_that_keeps_processors_busy(
     tiling = tiling_of(num_rows, size, num_outputs, "split")
     assert tiling is not None
     assert (tiling.outputs, tiling.pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "expected"),
+    [
+        (8, 896, 896, True),  # Qwen2.5-0.5B's output
+        (256, 896, 896, True),
+        (128, 4864, 896, False),  # its last product: a long sum with 56 tiles
+        (160, 4864, 896, True),  # 84
+        (8, 2048, 1024, True),  # Qwen3-0.6B's output, in four pieces elsewhere
+        (32, 2048, 1024, False),  # by 16 programs
+        (32, 1536, 1536, True),  # Qwen2.5-1.5B's, by 24
+        (64, 3072, 1024, False),  # its last product
+        (128, 3072, 1024, True),
+        (64, 4096, 4096, False),  # Llama-3.1-8B
+        (256, 4096, 4096, False),
+    ],
+)
+def test_sums_are_normalised_by_the_product_behind_them_where_pieces_are_worth_less(
+    num_rows: int, size: int, num_outputs: int, expected: bool
+) -> None:
+    tiling = product_tilings.choose_sum_tiling(num_rows, size, num_outputs, processors=132)
+    assert (tiling is not None) == expected
+    assert tiling is None or tiling.pieces == 1
 
 
 @pytest.mark.parametrize(

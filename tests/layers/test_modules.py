@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tokenmill.attention.base import AttentionSpec, StepLayout
+from tokenmill.kernels.linear import computed
 from tokenmill.kernels.operands import HeadNorms
 from tokenmill.layers.attention import Attention, NormedAttention
 from tokenmill.layers.embedding import Embedding
@@ -70,7 +71,7 @@ def test_gated_mlp() -> None:
     expected = inner @ weights["down_proj.weight"].T + weights["down_proj.bias"]
     output, total = layer(x, residual, norm)
     assert torch.equal(total, x + residual)
-    assert torch.allclose(output.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(computed(output).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 class FirstKey:
@@ -113,7 +114,7 @@ def test_attention_stands_between_two_products() -> None:
     expected = layer.qkv_proj(norm(total)).view(5, 8, 6)
     assert torch.allclose(product, expected, atol=1e-5)
     attended = expected[:, 4:6].repeat_interleave(2, dim=1).reshape(5, 24)
-    assert torch.allclose(output, layer.o_proj(attended), atol=1e-4)
+    assert torch.allclose(computed(output), layer.o_proj(attended), atol=1e-4)
 
 
 def test_normed_attention_hands_its_norms_on() -> None:

@@ -19,10 +19,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmill.kernels.direct_launch import launch
-from tokenmill.kernels.hopper_linear import copy_first_tiles, copy_tiles, tiles, tiles_of_rows, with_bias
-from tokenmill.kernels.operands import Heads
+from tokenmill.kernels.hopper_linear import (
+    copy_first_tiles,
+    copy_tiles,
+    load_squares,
+    scales_of,
+    tiles,
+    tiles_of_rows,
+    with_bias,
+)
+from tokenmill.kernels.operands import Heads, UnscaledRows
 from tokenmill.kernels.product_tilings import ProductTiling
-from tokenmill.kernels.sizes import ceil_div
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options
 
 AT_ONCE = 8  # numbers that a thread stores, 16 bytes
@@ -38,13 +46,14 @@ def can_take(heads: Heads, tiling: ProductTiling) -> bool:
 
 
 def product(
-    x_NI: torch.Tensor,
+    x_NI: torch.Tensor | UnscaledRows,
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None,
     heads: Heads,
     tiling: ProductTiling,
 ) -> torch.Tensor:
     """Queries [N, H, D] of what `hopper_linear.can_take` allows; keys and values go to their slots."""
+    x_NI, unscaled = (x_NI.numbers_NI, x_NI) if isinstance(x_NI, UnscaledRows) else (x_NI, None)
     num_rows, size = x_NI.shape
     cache, norms, (cos_NR, sin_NR) = heads.cache, heads.norms, heads.rotation
     page_size, num_kv_heads, head_dim = cache.key_cache_NBKD.shape[1:]
@@ -64,9 +73,13 @@ def product(
         q_NHD,
         cache.key_cache_NBKD,
         cache.value_cache_NBKD,
+        None if unscaled is None else unscaled.squares_CN,
         0.0 if norms is None else norms.epsilon,
+        0.0 if unscaled is None else unscaled.epsilon,
         num_rows,
+        size,
         ceil_div(size, tiling.inputs),
+        0 if unscaled is None else len(unscaled.squares_CN),
         cos_NR.stride(0),
         sin_NR.stride(0),
         *cache.key_cache_NBKD.stride()[:3],
@@ -79,6 +92,7 @@ def product(
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
         AT_ONCE=AT_ONCE,
+        PARTS=0 if unscaled is None else next_power_of_2(len(unscaled.squares_CN)),
         num_warps=tiling.num_warps,
         **overlap_options(x_NI.device),
     )
@@ -86,15 +100,6 @@ def product(
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────
-
-
-@gluon.jit
-def _weights_of_norm(q_weight, k_weight, columns, is_query, HEAD_DIM: gl.constexpr):
-    """Float32 weights of the norm of a query's or a key's numbers."""
-    inside = columns < HEAD_DIM
-    queries = gl.load(q_weight + columns, mask=inside & is_query, other=0)
-    keys = gl.load(k_weight + columns, mask=inside & (is_query == 0), other=0)
-    return gl.where(is_query, queries, keys).to(gl.float32)
 
 
 @gluon.jit
@@ -124,7 +129,7 @@ def _put(
     slots = gl.convert_layout(slots, gl.SliceLayout(1, wide))
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, wide))
     columns = column + gl.arange(0, part.shape[1], gl.SliceLayout(0, wide))
-    keep = (rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    keep = (rows < num_rows)[:, None]
     if head < NUM_HEADS:
         places = (rows.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
         gl.store(q_out + (places[:, None] + columns[None, :]), part, mask=keep)
@@ -138,52 +143,32 @@ def _put(
             gl.store(value_cache + (targets + value * stride_head), part, mask=keep)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "steps"], do_not_specialize_on_alignment=["slots"])
+@gluon.jit(
+    do_not_specialize=["num_rows", "size", "steps", "num_parts"], do_not_specialize_on_alignment=["slots"]
+)
 def _heads_kernel(
-    x,
-    weight,
-    bias,
-    cos,
-    sin,
-    q_weight,
-    k_weight,
-    slots,
-    q_out,
-    key_cache,
-    value_cache,
-    epsilon,
-    num_rows,
-    steps,
-    stride_cos,
-    stride_sin,
-    stride_page,
-    stride_slot,
-    stride_head,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
+    x, weight, bias, cos, sin, q_weight, k_weight, slots, q_out, key_cache, value_cache, squares,
+    head_epsilon, epsilon, num_rows, size, steps, num_parts, stride_cos, stride_sin, stride_page,
+    stride_slot, stride_head,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr, PARTS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
     let_next_begin(OVERLAP)
     dtype: gl.constexpr = q_out.dtype.element_ty
     HALF: gl.constexpr = HEAD_DIM // 2
     WIDTH: gl.constexpr = BLOCK_N // 2
-    PARTS: gl.constexpr = HEAD_DIM // BLOCK_N  # of a head
+    TILES: gl.constexpr = HEAD_DIM // BLOCK_N  # of a head
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
-    head = gl.program_id(0) // PARTS
-    column = gl.program_id(0) % PARTS * WIDTH
+    head = gl.program_id(0) // TILES
+    column = gl.program_id(0) % TILES * WIDTH
     row = gl.program_id(1) * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     if q_weight is not None:
-        first_weights = _weights_of_norm(q_weight, k_weight, columns, head < NUM_HEADS, HEAD_DIM)
-        second_weights = _weights_of_norm(q_weight, k_weight, columns + HALF, head < NUM_HEADS, HEAD_DIM)
+        norm = q_weight if head < NUM_HEADS else k_weight
+        first_weights = gl.load(norm + columns).to(gl.float32)
+        second_weights = gl.load(norm + columns + HALF).to(gl.float32)
 
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
@@ -197,12 +182,14 @@ def _heads_kernel(
         0, BLOCK_K, STAGES, OVERLAP,
     )  # fmt: skip
     # On their way while tiles are multiplied.
-    is_there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
+    is_there = (rows < num_rows)[:, None]
     own = rows.to(gl.int64)[:, None]
     cosines = gl.load(cos + (own * stride_cos + columns[None, :]), mask=is_there, other=0)
     sines = gl.load(sin + (own * stride_sin + columns[None, :]), mask=is_there, other=0)
     row_slots = gl.load(slots + rows, mask=rows < num_rows, other=0)
 
+    if squares is not None:
+        found = load_squares(squares, row, num_rows, num_parts, BLOCK_M, PARTS)
     halves = w_tiles._reinterpret(w_tiles.dtype, [2 * STAGES, WIDTH, BLOCK_K], w_tiles.layout)
     first = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
     second = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
@@ -221,6 +208,10 @@ def _heads_kernel(
                 BLOCK_N, 0, BLOCK_K, STAGES,
             )  # fmt: skip
     first, second = warpgroup_mma_wait(0, [first, second])
+    if squares is not None:
+        scales = scales_of(found, size, epsilon, gl.SliceLayout(1, layout))[:, None]
+        first *= scales
+        second *= scales
 
     # Rounded where one kernel left the product to the next one.
     place = head * HEAD_DIM + columns
@@ -229,8 +220,8 @@ def _heads_kernel(
     second = with_bias(second, bias, place + HALF, end).to(dtype).to(gl.float32)
     if head < NUM_HEADS + NUM_KV_HEADS:
         if q_weight is not None:
-            squares = gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)
-            inverse = gl.rsqrt(squares / HEAD_DIM + epsilon)
+            total = gl.sum(first * first, axis=1) + gl.sum(second * second, axis=1)
+            inverse = gl.rsqrt(total / HEAD_DIM + head_epsilon)
             first = _scaled(first, inverse, first_weights, dtype)
             second = _scaled(second, inverse, second_weights, dtype)
         first, second = _rotated(first, second, cosines.to(gl.float32), sines.to(gl.float32), dtype)

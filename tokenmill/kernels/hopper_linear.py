@@ -13,6 +13,8 @@ Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.direct_launch import launch
+from tokenmill.kernels.operands import Norm, UnscaledRows
 from tokenmill.kernels.product_tilings import ProductTiling
-from tokenmill.kernels.sizes import ceil_div
+from tokenmill.kernels.sizes import ceil_div, next_power_of_2
 from tokenmill.kernels.spare_rows import empty_rows, rows_to_copy
 from tokenmill.kernels.triton_attention import COPY_ALIGNMENT
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
@@ -44,7 +47,7 @@ def can_take(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 
 
 def product(
-    x_NI: torch.Tensor,
+    x_NI: torch.Tensor | UnscaledRows,
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None,
     tiling: ProductTiling,
@@ -52,24 +55,73 @@ def product(
     gated: bool = False,
 ) -> torch.Tensor:
     """`linear.linear` of what `can_take` allows; with several pieces float32 [P, N, O], to be summed."""
-    num_rows, size = x_NI.shape
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
-    assert tiling.pieces == 1 or not gated
+    rows_NI, norm = (x_NI.numbers_NI, x_NI) if isinstance(x_NI, UnscaledRows) else (x_NI, None)
+    if tiling.pieces > 1:
+        shape = (tiling.pieces, len(rows_NI), num_outputs)
+        out = torch.empty(shape, dtype=torch.float32, device=rows_NI.device)
+    else:
+        out = empty_rows(len(rows_NI), num_outputs, dtype=rows_NI.dtype, device=rows_NI.device)
+    _launch(rows_NI, weight_OI, bias_O, tiling, out, gated=gated, scaled_by=norm)
+    return out
+
+
+def add(
+    x_NI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    residual_NO: torch.Tensor,
+    norm: Norm,
+    tiling: ProductTiling,
+) -> tuple[UnscaledRows, torch.Tensor]:
+    """The norm of `linear + residual` up to what its rows are multiplied by, and that sum [N, O].
+
+    The residual is contiguous, and the tiling has one piece.
+    """
+    out = empty_rows(*residual_NO.shape, dtype=x_NI.dtype, device=x_NI.device)
+    total_NO = torch.empty_like(residual_NO)
+    shape = (ceil_div(len(weight_OI), tiling.outputs), len(x_NI))
+    squares_CN = torch.empty(shape, dtype=torch.float32, device=x_NI.device)
+    added = _Added(residual_NO, norm.weight_I, total_NO, squares_CN)
+    _launch(x_NI, weight_OI, bias_O, tiling, out, added=added)
+    return UnscaledRows(out, squares_CN, norm.epsilon), total_NO
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """What a product is added to, and where the sum goes."""
+
+    residual_NO: torch.Tensor
+    norm_O: torch.Tensor
+    total_NO: torch.Tensor
+    squares_CN: torch.Tensor
+
+
+def _launch(
+    x_NI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    tiling: ProductTiling,
+    out: torch.Tensor,
+    *,
+    gated: bool = False,
+    added: _Added | None = None,
+    scaled_by: UnscaledRows | None = None,
+) -> None:
+    num_rows, size = x_NI.shape
+    num_outputs = out.shape[-1]
+    assert tiling.pieces == 1 or not (gated or added or scaled_by)
     assert not (tiling.weights_left and tiling.more)
     # With more inputs the halves of a gated tile lie between each other, and are multiplied as one tile.
     assert tiling.weights_left or not gated or tiling.inputs == 64
     steps = ceil_div(size, tiling.inputs)
-    if tiling.pieces > 1:
-        shape = (tiling.pieces, num_rows, num_outputs)
-        out = torch.empty(shape, dtype=torch.float32, device=x_NI.device)
-    else:
-        out = empty_rows(num_rows, num_outputs, dtype=x_NI.dtype, device=x_NI.device)
     halves = 2 if gated else 1
     grid = (
         ceil_div(num_outputs, tiling.width // halves),
         ceil_div(num_rows, tiling.rows),
         tiling.pieces,
     )
+    squares_CN = added.squares_CN if added else scaled_by.squares_CN if scaled_by else None
     launch(
         _product_kernel,
         grid,
@@ -78,10 +130,17 @@ def product(
         tiles(weight_OI, [tiling.more // halves, tiling.inputs]) if tiling.more else None,
         bias_O,
         out,
+        added.residual_NO if added else None,
+        added.norm_O if added else None,
+        added.total_NO if added else None,
+        squares_CN,
+        scaled_by.epsilon if scaled_by else 0.0,
         num_rows,
         num_outputs,
+        size,
         steps,
         ceil_div(steps, tiling.pieces),
+        len(scaled_by.squares_CN) if scaled_by else 0,
         GATED=gated,
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.outputs,
@@ -89,13 +148,13 @@ def product(
         BLOCK_K=tiling.inputs,
         STAGES=tiling.stages,
         AT_ONCE=_numbers_at_once(out.element_size(), num_outputs),
+        PARTS=next_power_of_2(len(scaled_by.squares_CN)) if scaled_by else 0,
         WEIGHTS_LEFT=tiling.weights_left,
         IS_FED=tiling.is_fed or gated,
         num_warps=tiling.num_warps,
         maxnreg=tiling.registers,
         **overlap_options(x_NI.device),
     )
-    return out
 
 
 def _numbers_at_once(element_size: int, num_outputs: int) -> int:
@@ -287,6 +346,41 @@ def _finish_plain(
 
 
 @gluon.jit
+def _finish_added(
+    acc, beside, weights, bias, out, total, squares, row, output, num_rows, num_outputs,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """Store the sums of a tile [rows, outputs] with what stands beside them, the same times the weights of a
+    norm, and the sums of its squares by row. Roundings as in `norm.add_rms_norm`."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc.type.layout))
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc.type.layout))
+    own = with_bias(acc, bias, outputs, num_outputs).to(dtype).to(gl.float32)
+    added = (own + beside.to(gl.float32)).to(dtype).to(gl.float32)
+    part = output // BLOCK_N
+    gl.store(squares + part * num_rows + rows, gl.sum(added * added, axis=1), mask=rows < num_rows)
+    _store(added, total, row, output, 0, num_rows, num_outputs, BLOCK_M, AT_ONCE)
+    scaled = added * weights.to(gl.float32)
+    _store(scaled, out, row, output, 0, num_rows, num_outputs, BLOCK_M, AT_ONCE)
+
+
+@gluon.jit
+def load_squares(squares, row, num_rows, num_parts, BLOCK_M: gl.constexpr, PARTS: gl.constexpr):
+    """Sums of squares [rows, parts], of which each thread has a row's."""
+    layout: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [gl.num_warps(), 1], [0, 1])
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    parts = gl.arange(0, PARTS, gl.SliceLayout(0, layout))
+    keep = (rows < num_rows)[:, None] & (parts < num_parts)[None, :]
+    return gl.load(squares + (parts[None, :] * num_rows + rows[:, None]), mask=keep, other=0)
+
+
+@gluon.jit
+def scales_of(found, size, epsilon, layout: gl.constexpr):
+    """What each row of a norm of `size` numbers is multiplied by."""
+    return gl.convert_layout(gl.rsqrt(gl.sum(found, axis=1) / size + epsilon), layout)
+
+
+@gluon.jit
 def _finish_gated(
     gate, up, bias, out, row, output, num_rows, num_outputs,
     BLOCK_M: gl.constexpr, HALF: gl.constexpr, AT_ONCE: gl.constexpr,
@@ -314,12 +408,19 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece, num_rows,
-    num_outputs, begin, steps, GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
-    IS_FED: gl.constexpr, OVERLAP: gl.constexpr,
+    x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, residual, norm, total, squares,
+    epsilon, row, output, piece, num_rows, num_outputs, size, num_parts, begin, steps, GATED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, AT_ONCE: gl.constexpr, PARTS: gl.constexpr, IS_FED: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The sums of the program's tiles, which another warp copies, or these warps themselves."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    rows = (row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)))[:, None]
+    outputs = (output + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)))[None, :]
+    inside = (rows < num_rows) & (outputs < num_outputs)
+    if total is not None:
+        weights = gl.load(norm + (outputs + rows * 0), mask=inside, other=0)
     if IS_FED:
         wait_for_inputs(OVERLAP)  # what is written may still be read by a kernel before
     else:
@@ -327,7 +428,11 @@ def _multiply(
             x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, row, output, num_outputs, begin, steps,
             GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP,
         )  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    # On their way while tiles are multiplied.
+    if total is not None:
+        beside = gl.load(residual + (rows * num_outputs + outputs), mask=inside, other=0)
+    elif squares is not None:
+        found = load_squares(squares, row, num_rows, num_parts, BLOCK_M, PARTS)
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     if MORE_N > 0:
         more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MORE_N, 16])
@@ -355,24 +460,45 @@ def _multiply(
                 )  # fmt: skip
     if MORE_N > 0:
         acc, more = warpgroup_mma_wait(0, [acc, more])
-        beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
-        _finish(more, bias, out, row, beside, piece, num_rows, num_outputs, GATED, BLOCK_M, MORE_N, AT_ONCE)
+        if squares is not None:
+            more *= scales_of(found, size, epsilon, gl.SliceLayout(1, more_layout))[:, None]
+        beyond = output + (BLOCK_N // 2 if GATED else BLOCK_N)
+        _finish(more, bias, out, row, beyond, piece, num_rows, num_outputs, GATED, BLOCK_M, MORE_N, AT_ONCE)
     else:
         acc = warpgroup_mma_wait(0, [acc])
-    _finish(acc, bias, out, row, output, piece, num_rows, num_outputs, GATED, BLOCK_M, BLOCK_N, AT_ONCE)
+    if total is not None:
+        _finish_added(
+            acc, beside, weights, bias, out, total, squares, row, output, num_rows, num_outputs, BLOCK_M,
+            BLOCK_N, AT_ONCE,
+        )  # fmt: skip
+    else:
+        if squares is not None:
+            acc *= scales_of(found, size, epsilon, gl.SliceLayout(1, layout))[:, None]
+        _finish(acc, bias, out, row, output, piece, num_rows, num_outputs, GATED, BLOCK_M, BLOCK_N, AT_ONCE)
 
 
 @gluon.jit
 def _multiply_few(
-    x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps,
-    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr, OVERLAP: gl.constexpr,
+    x_tiles, w_tiles, full, empty, bias, out, residual, norm, total, squares, epsilon, row, output, piece,
+    num_rows, num_outputs, size, num_parts, steps, GATED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr, PARTS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """`_multiply` with weights as the left factor, outputs times rows."""
-    wait_for_inputs(OVERLAP)
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     HALVES: gl.constexpr = 2 if GATED else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    rows = (row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout)))[None, :]
+    outputs = (output + gl.arange(0, WIDTH, gl.SliceLayout(1, layout)))[:, None]
+    inside = (rows < num_rows) & (outputs < num_outputs)
+    if total is not None:
+        weights = gl.load(norm + (outputs + rows * 0), mask=inside, other=0)
+    wait_for_inputs(OVERLAP)
+    # On their way while tiles are multiplied.
+    if total is not None:
+        beside = gl.load(residual + (rows * num_outputs + outputs), mask=inside, other=0)
+    elif squares is not None:
+        found = load_squares(squares, row, num_rows, num_parts, BLOCK_M, PARTS)
     halves = w_tiles._reinterpret(w_tiles.dtype, [HALVES * STAGES, WIDTH, w_tiles.shape[2]], w_tiles.layout)
     acc = gl.zeros([WIDTH, BLOCK_M], gl.float32, layout)
     up = gl.zeros([WIDTH, BLOCK_M], gl.float32, layout)
@@ -389,29 +515,48 @@ def _multiply_few(
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
     if GATED:
         acc, up = warpgroup_mma_wait(0, [acc, up])
-        _finish_gated(
-            acc.permute((1, 0)), up.permute((1, 0)), bias, out, row, output, num_rows, num_outputs,
-            BLOCK_M, WIDTH, AT_ONCE,
-        )  # fmt: skip
     else:
         acc = warpgroup_mma_wait(0, [acc])
-        _finish_plain(
-            acc.permute((1, 0)), bias, out, row, output, piece, num_rows, num_outputs,
-            BLOCK_M, BLOCK_N, AT_ONCE,
+    if total is not None:
+        _finish_added(
+            acc.permute((1, 0)), beside.permute((1, 0)), weights.permute((1, 0)), bias, out, total, squares,
+            row, output, num_rows, num_outputs, BLOCK_M, BLOCK_N, AT_ONCE,
         )  # fmt: skip
+    else:
+        if squares is not None:
+            scales = scales_of(found, size, epsilon, gl.SliceLayout(0, layout))[None, :]
+            acc *= scales
+            up *= scales
+        if GATED:
+            _finish_gated(
+                acc.permute((1, 0)), up.permute((1, 0)), bias, out, row, output, num_rows, num_outputs,
+                BLOCK_M, WIDTH, AT_ONCE,
+            )  # fmt: skip
+        else:
+            _finish_plain(
+                acc.permute((1, 0)), bias, out, row, output, piece, num_rows, num_outputs,
+                BLOCK_M, BLOCK_N, AT_ONCE,
+            )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_rows", "total_steps", "piece_steps"])
+@gluon.jit(do_not_specialize=["num_rows", "size", "total_steps", "piece_steps", "num_parts"])
 def _product_kernel(
     x,
     weight,
     more_weight,
     bias,
     out,
+    residual,
+    norm,
+    total,
+    squares,
+    epsilon,
     num_rows,
     num_outputs,
+    size,
     total_steps,
     piece_steps,
+    num_parts,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -419,6 +564,7 @@ def _product_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     AT_ONCE: gl.constexpr,
+    PARTS: gl.constexpr,
     OVERLAP: gl.constexpr,
     WEIGHTS_LEFT: gl.constexpr,
     IS_FED: gl.constexpr,
@@ -452,21 +598,24 @@ def _product_kernel(
     )  # fmt: skip
     feeding: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, OVERLAP)
     if WEIGHTS_LEFT:
-        few = (x_tiles, w_tiles, full, empty, bias, out, row, output, piece, num_rows, num_outputs, steps)
-        multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, AT_ONCE, OVERLAP)
+        few = (
+            x_tiles, w_tiles, full, empty, bias, out, residual, norm, total, squares, epsilon, row, output,
+            piece, num_rows, num_outputs, size, num_parts, steps,
+        )  # fmt: skip
+        multiplying_few: gl.constexpr = (GATED, BLOCK_M, BLOCK_N, STAGES, AT_ONCE, PARTS, OVERLAP)
         gl.warp_specialize([(_multiply_few, few + multiplying_few), (_feed, feed + feeding)], [1], [24])
     elif IS_FED:
         multiply = (
-            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece,
-            num_rows, num_outputs, begin, steps,
+            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, residual, norm, total,
+            squares, epsilon, row, output, piece, num_rows, num_outputs, size, num_parts, begin, steps,
         )  # fmt: skip
         multiplying: gl.constexpr = (
-            GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, AT_ONCE, IS_FED, OVERLAP,
+            GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, AT_ONCE, PARTS, IS_FED, OVERLAP,
         )  # fmt: skip
         gl.warp_specialize([(_multiply, multiply + multiplying), (_feed, feed + feeding)], [1], [24])
     else:
         _multiply(
-            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, row, output, piece,
-            num_rows, num_outputs, begin, steps, GATED, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, AT_ONCE,
-            IS_FED, OVERLAP,
+            x, weight, more_weight, x_tiles, w_tiles, m_tiles, full, empty, bias, out, residual, norm, total,
+            squares, epsilon, row, output, piece, num_rows, num_outputs, size, num_parts, begin, steps, GATED,
+            BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, AT_ONCE, PARTS, IS_FED, OVERLAP,
         )  # fmt: skip

@@ -11,6 +11,7 @@ Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,13 @@ import torch.nn.functional as F
 from tokenmill.kernels.activation import gated_silu, gated_silu_torch
 from tokenmill.kernels.launching import are_replayed, is_invariant, is_measured
 from tokenmill.kernels.norm import add_rms_norm, rms_norm_torch
-from tokenmill.kernels.operands import Heads, Norm
-from tokenmill.kernels.product_tilings import ProductTiling, choose_heads_tiling, choose_tiling
+from tokenmill.kernels.operands import Heads, Norm, UnscaledRows
+from tokenmill.kernels.product_tilings import (
+    ProductTiling,
+    choose_heads_tiling,
+    choose_sum_tiling,
+    choose_tiling,
+)
 
 # Products of up to so many rows are streamed; from the second row on, only with small weights: with large
 # ones the arithmetic units fall behind the memory, and tensor cores win.
@@ -50,9 +56,26 @@ def linear(
     return _product(x_NI, weight_OI, bias_O, gated=gated, may_split=False)
 
 
-def addend(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """`linear` for `norm.add_rms_norm`: [N, O], or float32 [P, N, O], pieces that are still to be summed."""
-    return _product(x_NI, weight_OI, bias_O, gated=False, may_split=True)
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """`x W^T + b`, to be computed by whoever adds it to a residual: what follows may become part of it."""
+
+    x_NI: torch.Tensor
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None
+
+    def computed(self) -> torch.Tensor:
+        """For `norm.add_rms_norm`: [N, O], or float32 [P, N, O], pieces that are still to be summed."""
+        return _product(self.x_NI, self.weight_OI, self.bias_O, gated=False, may_split=True)
+
+
+# What is to be added to a residual, [N, O].
+Hidden = torch.Tensor | Addend
+
+
+def computed(hidden: Hidden) -> torch.Tensor:
+    """See `Addend.computed`."""
+    return hidden.computed() if isinstance(hidden, Addend) else hidden
 
 
 def _product(
@@ -99,7 +122,7 @@ def in_blocks(x_NI: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tenso
 
 
 def add_norm_linear(
-    x_NI: torch.Tensor,
+    hidden: Hidden,
     residual_NI: torch.Tensor,
     norm: Norm,
     *,
@@ -107,10 +130,13 @@ def add_norm_linear(
     bias_O: torch.Tensor | None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(linear(norm(x + residual)), x + residual)`, with the roundings of `add_rms_norm` and `linear`.
-
-    `x` may be an `addend`.
-    """
+    """`(linear(norm(hidden + residual)), hidden + residual)`, with the roundings of `add_rms_norm` and
+    `linear`; in 16 bits, but for one rounding of the norm."""
+    if gated and isinstance(hidden, Addend):
+        found = _gated_of_sum(hidden, residual_NI, norm, weight_OI, bias_O)
+        if found is not None:
+            return found
+    x_NI = computed(hidden)
     if _is_streamed(x_NI, weight_OI):
         from tokenmill.kernels import triton_linear
 
@@ -122,7 +148,7 @@ def add_norm_linear(
 
 
 def queries_after_norm(
-    x_NI: torch.Tensor,
+    hidden: Hidden,
     residual_NI: torch.Tensor,
     norm: Norm,
     *,
@@ -134,11 +160,12 @@ def queries_after_norm(
     and rotated; keys and values are stored."""
     tiling = _heads_tiling(residual_NI, weight_OI, heads)
     if tiling is not None:
+        found = _unscaled(hidden, residual_NI, norm) if isinstance(hidden, Addend) else None
+        rows_NI, total_NI = found or add_rms_norm(computed(hidden), residual_NI, norm.weight_I, norm.epsilon)
         from tokenmill.kernels import hopper_heads
 
-        normed_NI, total_NI = add_rms_norm(x_NI, residual_NI, norm.weight_I, norm.epsilon)
-        return hopper_heads.product(normed_NI, weight_OI, bias_O, heads, tiling), total_NI
-    product_NO, total_NI = add_norm_linear(x_NI, residual_NI, norm, weight_OI=weight_OI, bias_O=bias_O)
+        return hopper_heads.product(rows_NI, weight_OI, bias_O, heads, tiling), total_NI
+    product_NO, total_NI = add_norm_linear(hidden, residual_NI, norm, weight_OI=weight_OI, bias_O=bias_O)
     from tokenmill.kernels.triton_rotary import rotate_and_store
 
     product_NSD = product_NO.unflatten(1, (-1, heads.head_dim))
@@ -235,6 +262,18 @@ def _tiled(
     may_split: bool,
 ) -> torch.Tensor | None:
     """The product by our own tiles, where they are known to be faster. They are slow to launch."""
+    tiling = _tiling(x_NI, weight_OI, gated=gated, may_split=may_split)
+    if tiling is None:
+        return None
+    from tokenmill.kernels import hopper_linear
+
+    return hopper_linear.product(x_NI, weight_OI, bias_O, tiling, gated=gated)
+
+
+def _tiling(
+    x_NI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool, may_split: bool
+) -> ProductTiling | None:
+    """That of a product by our own tiles, where they can take it and are known to be faster."""
     if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)):
         return None
     from tokenmill.kernels import hopper_linear
@@ -242,18 +281,17 @@ def _tiled(
 
     if not hopper_linear.can_take(x_NI, weight_OI):
         return None
-    tiling = choose_tiling(
+    return choose_tiling(
         *x_NI.shape,
         len(weight_OI) // 2 if gated else len(weight_OI),
         gated=gated,
         may_split=may_split,
         processors=num_processors(x_NI.device),
     )
-    return None if tiling is None else hopper_linear.product(x_NI, weight_OI, bias_O, tiling, gated=gated)
 
 
 def _heads_tiling(x_NI: torch.Tensor, weight_OI: torch.Tensor, heads: Heads) -> ProductTiling | None:
-    """That of a product of rows like these whose tiles end as heads, where that is known to be faster."""
+    """That of a product of rows like `x` whose tiles end as heads."""
     if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)) or is_invariant():
         return None
     from tokenmill.kernels import hopper_heads, hopper_linear
@@ -269,6 +307,51 @@ def _heads_tiling(x_NI: torch.Tensor, weight_OI: torch.Tensor, heads: Heads) -> 
     if tiling is None or not hopper_linear.can_take(x_NI, weight_OI):
         return None
     return tiling if hopper_heads.can_take(heads, tiling) else None
+
+
+def _unscaled(
+    addend: Addend, residual_NO: torch.Tensor, norm: Norm
+) -> tuple[UnscaledRows, torch.Tensor] | None:
+    """The norm of a sum up to factors of its rows, without a kernel of its own, and the sum.
+
+    None: a kernel of its own is faster, or the rows cannot be known without it.
+    """
+    x_NI = addend.x_NI
+    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)) or is_invariant():
+        return None
+    if _is_streamed(x_NI, addend.weight_OI):
+        return None
+    # Not in float16: what a norm is of can be larger than its numbers.
+    if x_NI.dtype != torch.bfloat16 or not residual_NO.is_contiguous():
+        return None
+    from tokenmill.kernels import hopper_linear
+    from tokenmill.kernels.triton_attention import num_processors
+
+    num_outputs, processors = len(addend.weight_OI), num_processors(x_NI.device)
+    tiling = choose_sum_tiling(*x_NI.shape, num_outputs, processors=processors)
+    if tiling is None or not hopper_linear.can_take(x_NI, addend.weight_OI):
+        return None
+    return hopper_linear.add(x_NI, addend.weight_OI, addend.bias_O, residual_NO, norm, tiling)
+
+
+def _gated_of_sum(
+    addend: Addend,
+    residual_NO: torch.Tensor,
+    norm: Norm,
+    weight_FO: torch.Tensor,
+    bias_F: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`add_norm_linear` without a kernel for the norm, where that is known to be faster."""
+    if _is_streamed(residual_NO, weight_FO):
+        return None
+    tiling = _tiling(residual_NO, weight_FO, gated=True, may_split=False)
+    found = None if tiling is None else _unscaled(addend, residual_NO, norm)
+    if tiling is None or found is None:
+        return None
+    from tokenmill.kernels import hopper_linear
+
+    rows, total_NO = found
+    return hopper_linear.product(rows, weight_FO, bias_F, tiling, gated=True), total_NO
 
 
 def _tiled_gated(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:

@@ -21,6 +21,16 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class UnscaledRows:
+    """What a norm is of, up to a factor of each row: numbers [N, I] times the norm's weight, sums of the
+    squares of C parts of each row without it (float32), and the norm's epsilon."""
+
+    numbers_NI: torch.Tensor
+    squares_CN: torch.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """RMS norms of each query head and of each key head: weights [D] and epsilon."""
 

@@ -5,7 +5,7 @@ All numbers are measured, in decode steps of public models of 0.5 to 14 billion 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from tokenmill.kernels.sizes import ceil_div, next_power_of_2
@@ -35,6 +35,10 @@ MOST_BUSY_IN_FOUR = 0.5
 # Of more rows: pieces gain nothing up to so many inputs, and narrow tiles, by which the rows are read twice
 # as often, with more programs for each processor.
 SHORT_SUM_OF_MORE = 2048
+# Of a sum that may not come in pieces: what would be worth a tile on each processor; shorter ones, on fewer.
+LONGEST_WHOLE_SUM = 8192
+# And of 17 to 32 rows, programs for each processor that are too few for more than SHORT_SUM inputs.
+TOO_FEW_FOR_WHOLE_SUMS = 0.15
 MOST_BUSY_NARROW = 0.55
 # Gated programs for each processor, of which some run beside another: with up to 16 rows, and with more.
 MOST_SIDE_BY_SIDE_OF_FEW, MOST_SIDE_BY_SIDE = 1.1, 1.2
@@ -119,6 +123,26 @@ def choose_heads_tiling(
     if turns * ceil_div(num_outputs, outputs) > processors:
         return None
     return ProductTiling(64, outputs, inputs, _stages(64, outputs, inputs))
+
+
+@cache
+def choose_sum_tiling(num_rows: int, size: int, num_outputs: int, *, processors: int) -> ProductTiling | None:
+    """The tiling, in one piece, for a product that is added to a residual, of which the product behind it
+    takes the norm.
+
+    None: the norm is a kernel of its own, and adds up pieces of the product.
+    """
+    tiling = choose_tiling(num_rows, size, num_outputs, gated=False, may_split=True, processors=processors)
+    if tiling is None or tiling.pieces == 1:
+        return tiling
+    busy = ceil_div(num_outputs, tiling.outputs) / processors
+    are_too_few = tiling.weights_left and tiling.rows > LEAST_ROWS and busy < TOO_FEW_FOR_WHOLE_SUMS
+    if size <= (SHORT_SUM if are_too_few else SHORT_SUM_OF_MORE):
+        return replace(tiling, pieces=1)
+    narrow = ceil_div(num_rows, 64) * ceil_div(num_outputs, 32) / processors
+    if num_rows > FEW_ROWS and size / LONGEST_WHOLE_SUM <= narrow <= MOST_BUSY:
+        return ProductTiling(64, 32, 128, _stages(64, 32, 128))
+    return None
 
 
 # ── few rows: weights are the left factor ─────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from torch import nn
 
 from tokenmill.attention.base import AttentionSpec, Backend
 from tokenmill.kernels.operands import HeadNorms, Rotation
-from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear import Hidden, Linear
 from tokenmill.layers.norm import RMSNorm
 
 
@@ -37,16 +37,15 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        hidden_TE: torch.Tensor,
+        hidden_TE: Hidden,
         residual_TE: torch.Tensor,
         norm: RMSNorm,
         rotation: Rotation,
         backend: Backend,
         needed_N: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Hidden, torch.Tensor]:
         """Attention behind a norm of `hidden + residual`: its output, and that sum; both [T, E], or [N, E] of
-        the needed tokens (int64: all that decode, then any others). Both what is given as hidden states and
-        the output may be a `Linear.addend`.
+        the needed tokens (int64: all that decode, then any others).
 
         The backend must have planned the step, and stores the keys and values of all tokens.
         """

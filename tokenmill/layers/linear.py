@@ -15,7 +15,8 @@ from torch import nn
 from tokenmill.kernels import narrow, packed
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.launching import is_invariant
-from tokenmill.kernels.linear import add_norm_linear, addend, in_blocks, linear, queries_after_norm
+from tokenmill.kernels.linear import Addend, add_norm_linear, in_blocks, linear, queries_after_norm
+from tokenmill.kernels.linear import Hidden as Hidden
 from tokenmill.kernels.operands import Heads, Norm
 from tokenmill.layers.norm import RMSNorm
 
@@ -56,18 +57,17 @@ class Linear(nn.Module):
         """[N, I] -> [N, O]"""
         return linear(x_NI, self.weight, self.bias)
 
-    def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """The product for `after_norm` or `RMSNorm.add`, which add it to a residual: [N, O], or float32
-        [P, N, O], pieces that are still to be summed."""
-        return addend(x_NI, self.weight, self.bias)
+    def addend(self, x_NI: torch.Tensor) -> Hidden:
+        """The product [N, O] for `after_norm` or `RMSNorm.add`, which add it to a residual."""
+        return Addend(x_NI, self.weight, self.bias)
 
     def after_norm(
-        self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False
+        self, norm: RMSNorm, hidden: Hidden, residual_NI: torch.Tensor, *, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product of `norm(x + residual)`, and that sum [N, I]; `x` may be an `addend`. If `gated`, the
-        first half of the outputs gates the second (`gated_silu`), and half as many come out."""
+        """The product of `norm(hidden + residual)`, and that sum [N, I]. If `gated`, the first half of the
+        outputs gates the second (`gated_silu`), and half as many come out."""
         return add_norm_linear(
-            x_NI,
+            hidden,
             residual_NI,
             Norm(norm.weight, norm.epsilon),
             weight_OI=self.weight,
@@ -76,12 +76,12 @@ class Linear(nn.Module):
         )
 
     def queries_after_norm(
-        self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, heads: Heads
+        self, norm: RMSNorm, hidden: Hidden, residual_NI: torch.Tensor, heads: Heads
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`after_norm` of a product that gives queries, keys and values: queries [N, H, D], rotated; keys and
         values are stored."""
         return queries_after_norm(
-            x_NI,
+            hidden,
             residual_NI,
             Norm(norm.weight, norm.epsilon),
             weight_OI=self.weight,
@@ -154,15 +154,15 @@ class PackedLinear(nn.Module):
             return in_blocks(x_NI, lambda block_NI: packed.product(block_NI, self.weight, self.bias))
         return packed.product(x_NI, self.weight, self.bias, self._columns, any_rows=self._is_small_and_cut)
 
-    def addend(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """See `Linear.addend`; here it is never in pieces."""
+    def addend(self, x_NI: torch.Tensor) -> Hidden:
+        """See `Linear.addend`."""
         return self.forward(x_NI)
 
     def after_norm(
-        self, norm: RMSNorm, x_NI: torch.Tensor, residual_NI: torch.Tensor, *, gated: bool = False
+        self, norm: RMSNorm, hidden: Hidden, residual_NI: torch.Tensor, *, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Linear.after_norm`."""
-        normed_NI, total_NI = norm.add(x_NI, residual_NI)
+        normed_NI, total_NI = norm.add(hidden, residual_NI)
         y_NO = self(normed_NI)
         return (gated_silu(y_NO) if gated else y_NO), total_NI
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear import Hidden, Linear
 from tokenmill.layers.norm import RMSNorm
 
 
@@ -24,11 +24,8 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, dtype=dtype)
 
     def forward(
-        self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer behind a norm of `hidden + residual`: its output, and that sum; all [T, D].
-
-        What is given and put out as hidden may be a `Linear.addend`.
-        """
+        self, hidden_TD: Hidden, residual_TD: torch.Tensor, norm: RMSNorm
+    ) -> tuple[Hidden, torch.Tensor]:
+        """The layer behind a norm of `hidden + residual`: its output, and that sum; all [T, D]."""
         inner_TF, residual_TD = self.gate_up_proj.after_norm(norm, hidden_TD, residual_TD, gated=True)
         return self.down_proj.addend(inner_TF), residual_TD

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tokenmill.kernels.linear import Hidden, computed
 from tokenmill.kernels.norm import add_rms_norm, rms_norm
 
 
@@ -20,9 +21,6 @@ class RMSNorm(nn.Module):
         """Any shape that ends in `size`; the result has the same shape."""
         return rms_norm(x, self.weight, self.epsilon)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(norm(x + residual), x + residual)`: the end of one sub-layer and the start of the next.
-
-        `x` may be a `Linear.addend`.
-        """
-        return add_rms_norm(x, residual, self.weight, self.epsilon)
+    def add(self, hidden: Hidden, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(norm(hidden + residual), hidden + residual)`: the end of one sub-layer, the start of the next."""
+        return add_rms_norm(computed(hidden), residual, self.weight, self.epsilon)

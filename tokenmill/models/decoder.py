@@ -14,7 +14,7 @@ from torch import nn
 from tokenmill.attention.base import Backend, Step
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import Embedding
-from tokenmill.layers.linear import Linear, TiedLinear
+from tokenmill.layers.linear import Hidden, Linear, TiedLinear
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rotary import Rotary, Rotation
@@ -34,12 +34,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden_TD: torch.Tensor,
+        hidden_TD: Hidden,
         residual_TD: torch.Tensor,
         rotation: Rotation,
         backend: Backend,
         needed_N: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Hidden, torch.Tensor]:
         """(output of the previous layer, residual) -> (output, residual that it is to be added to)
 
         With `needed_N` both results are [N, D], for those tokens; the keys and values of all are stored.
