@@ -10,11 +10,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from tokenmill import garbage
-from tokenmill.garbage import collect_if_due, uncollected
+from tokenmill.garbage import collect_if_due, collect_young_if_many, uncollected
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +56,52 @@ def test_a_collector_that_is_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> N
         collect_if_due()
     assert ring() is not None
     assert not gc.isenabled()
+
+
+def test_many_young_objects_are_looked_through_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there are few at the end. What is old, or outside of such a block, is left to the collector."""
+    monkeypatch.setattr(garbage, "_MANY_YOUNG", 200)
+    gc.collect()
+    ring = weakref.ref(Ring())
+    young = [[] for _ in range(300)]
+    gc.disable()  # else it might be looked through here
+    collect_young_if_many()
+    assert ring() is not None
+    gc.enable()
+    gc.collect()
+    with uncollected():
+        ring = weakref.ref(Ring())
+        collect_young_if_many()
+        assert ring() is not None
+        young += [[] for _ in range(300)]
+        collect_young_if_many()
+        assert ring() is None
+        assert not gc.isenabled()
+
+
+def test_a_call_leaves_few_young_objects_to_be_looked_through_at_its_end(
+    tiny_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of prompts among them; all of them at once would be some milliseconds for which it waits."""
+    gc.enable()
+    monkeypatch.setattr(garbage, "_MANY_YOUNG", 300)
+    looked_through: list[tuple[int, bool]] = []
+
+    def note(phase: str, facts: dict[str, int]) -> None:
+        if phase == "start":
+            looked_through.append((gc.get_count()[0], gc.isenabled()))
+
+    prompts = [[index + 1] * 600 for index in range(60)]
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        tiny_engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 4})
+    finally:
+        gc.callbacks.remove(note)
+    meanwhile = [count for count, is_on in looked_through if not is_on]
+    at_the_end = [count for count, is_on in looked_through if is_on]
+    assert len(meanwhile) > 3
+    assert sum(at_the_end) < sum(meanwhile) / 2
 
 
 def test_the_last_of_overlapping_blocks_turns_it_on_again() -> None:
