@@ -13,7 +13,7 @@ import threading
 import time
 
 _COLLECTION_SECONDS = 60.0
-_MANY_YOUNG = 1000  # objects; it looks through so many in some tenths of a millisecond
+_MANY_YOUNG = 1000  # objects, through which it looks in some tenths of a millisecond
 
 
 class _Holds:
@@ -49,12 +49,12 @@ class _Holds:
         self._count = 0
 
     def collect_if_due(self) -> None:
-        if self._was_on and time.monotonic() > self._due:
+        if not self._was_on:
+            return
+        if time.monotonic() > self._due:
             self._due = time.monotonic() + _COLLECTION_SECONDS
             gc.collect()
-
-    def collect_young_if_many(self) -> None:
-        if self._count and self._was_on and gc.get_count()[0] > _MANY_YOUNG:
+        elif gc.get_count()[0] > _MANY_YOUNG:
             gc.collect(0)
 
 
@@ -79,18 +79,11 @@ class uncollected(contextlib.ContextDecorator):
 def collect_if_due() -> None:
     """To be called now and then in a long `uncollected` block: collects once in a minute after all.
 
-    Others may make garbage meanwhile. Where the collector was off already, it stays off.
+    Others may make garbage meanwhile. Where the collector was off already, it stays off. Young objects are
+    looked through whenever they are many: at the end of the block the collector would look through all that
+    were made in it, while the caller waits.
     """
     _holds.collect_if_due()
-
-
-def collect_young_if_many() -> None:
-    """To be called often, where nobody waits: looks through the objects that were made since it last did.
-
-    At the end of an `uncollected` block the collector would look through all of them at once, while the
-    caller waits for the block. Outside of such blocks nothing happens.
-    """
-    _holds.collect_young_if_many()
 
 
 def make_old() -> None:

@@ -25,7 +25,6 @@ from tokenmill.core.request import RequestState
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
-from tokenmill.garbage import collect_young_if_many
 from tokenmill.kvcache.cache import Cache
 from tokenmill.messages import CANCELLED, EngineFacts, Finish, Grammar, Output, Request, Runner, Sink
 
@@ -150,7 +149,6 @@ class Loop:
             self._watch.note(has_steps=True, has_requests=True)
             if scheduler.num_in_flight >= min(depth, 2):  # the device has work meanwhile
                 self._get_ready()
-                collect_young_if_many()
             if scheduler.waits_for_tokens:
                 scheduler.settle()
                 self._draw_late()
