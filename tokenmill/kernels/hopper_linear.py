@@ -3,8 +3,8 @@
 A product of so few rows takes little longer than its launch, its first loads and its weights. Here the
 first weights are on their way while the kernel before still runs (`triton_overlap.py`), and where the
 outputs are few, several programs share the inputs of a tile: their sums are left in pieces, for the norm that
-follows adds them on its way. `product_tilings.py` chooses the tiles, `linear.py` is the reference. This is
-Gluon (see `hopper_prefill.py`).
+follows adds them on its way. Small tiles are fed by the warps that multiply.
+`product_tilings.py` chooses the tiles, `linear.py` is the reference. This is Gluon (see `hopper_prefill.py`).
 Letters: N rows, I inputs, O outputs of the weight, F outputs of a gated product (O = 2F), P pieces.
 """
 
@@ -56,13 +56,13 @@ def product(
 ) -> torch.Tensor:
     """`linear.linear` of what `can_take` allows; with several pieces float32 [P, N, O], to be summed."""
     num_outputs = len(weight_OI) // 2 if gated else len(weight_OI)
-    rows_NI, norm = (x_NI.numbers_NI, x_NI) if isinstance(x_NI, UnscaledRows) else (x_NI, None)
+    rows_NI, scaled_by = (x_NI.numbers_NI, x_NI) if isinstance(x_NI, UnscaledRows) else (x_NI, None)
     if tiling.pieces > 1:
         shape = (tiling.pieces, len(rows_NI), num_outputs)
         out = torch.empty(shape, dtype=torch.float32, device=rows_NI.device)
     else:
         out = empty_rows(len(rows_NI), num_outputs, dtype=rows_NI.dtype, device=rows_NI.device)
-    _launch(rows_NI, weight_OI, bias_O, tiling, out, gated=gated, scaled_by=norm)
+    _launch(rows_NI, weight_OI, bias_O, tiling, out, gated=gated, scaled_by=scaled_by)
     return out
 
 
@@ -200,9 +200,11 @@ def copy_weights(
 @gluon.jit
 def _copy_all_weights(
     weight, more_weight, w_tiles, m_tiles, full, slot, output, num_outputs, column, GATED: gl.constexpr,
-    BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Both tiles, where there are two."""
+    """Both tiles, where there are two. They are waited for together with those of the rows."""
+    mbarrier.expect(full, 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N))
     copy_weights(weight, w_tiles, full, slot, output, num_outputs, column, GATED, BLOCK_N, BLOCK_K, STAGES)
     if MORE_N > 0:
         beside = output + (BLOCK_N // 2 if GATED else BLOCK_N)
@@ -221,10 +223,9 @@ def copy_first_tiles(
     kernels."""
     for step in range(gl.minimum(steps, STAGES)):
         column = (begin + step) * BLOCK_K
-        mbarrier.expect(full.index(step), 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N))
         _copy_all_weights(
             weight, more_weight, w_tiles, m_tiles, full.index(step), step, output, num_outputs, column, GATED,
-            BLOCK_N, MORE_N, BLOCK_K, STAGES,
+            BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES,
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     for step in range(gl.minimum(steps, STAGES)):
@@ -241,10 +242,9 @@ def copy_tiles(
     """Those of a later step, in place of tiles that all warps are done with."""
     slot = step % STAGES
     column = (begin + step) * BLOCK_K
-    mbarrier.expect(full.index(slot), 2 * BLOCK_K * (BLOCK_M + BLOCK_N + MORE_N))
     _copy_all_weights(
         weight, more_weight, w_tiles, m_tiles, full.index(slot), slot, output, num_outputs, column, GATED,
-        BLOCK_N, MORE_N, BLOCK_K, STAGES,
+        BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES,
     )  # fmt: skip
     tma.async_copy_global_to_shared(x, [row, column], full.index(slot), x_tiles.index(slot))
 

@@ -225,6 +225,11 @@ def _are_some_rows_of_a_graph(x_NI: torch.Tensor) -> bool:
     return x_NI.is_cuda and 1 < len(x_NI) <= MOST_TILED_ROWS and are_replayed()
 
 
+def _may_go_by_tiles(x_NI: torch.Tensor) -> bool:
+    """Whether products of such rows may go by our own tiles, which are slow to launch."""
+    return _are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device) and not is_invariant()
+
+
 def _is_quicker_in_pieces(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether `_in_pieces` is quicker than cuBLAS, which cuts sums, too, but adds the pieces up itself."""
     if len(x_NI) <= STREAMED_ROWS or not _are_some_rows_of_a_graph(x_NI):
@@ -261,7 +266,7 @@ def _tiled(
     gated: bool,
     may_split: bool,
 ) -> torch.Tensor | None:
-    """The product by our own tiles, where they are known to be faster. They are slow to launch."""
+    """The product by our own tiles, where they are known to be faster."""
     tiling = _tiling(x_NI, weight_OI, gated=gated, may_split=may_split)
     if tiling is None:
         return None
@@ -274,7 +279,7 @@ def _tiling(
     x_NI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool, may_split: bool
 ) -> ProductTiling | None:
     """That of a product by our own tiles, where they can take it and are known to be faster."""
-    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)):
+    if not _may_go_by_tiles(x_NI):
         return None
     from tokenmill.kernels import hopper_linear
     from tokenmill.kernels.triton_attention import num_processors
@@ -292,7 +297,7 @@ def _tiling(
 
 def _heads_tiling(x_NI: torch.Tensor, weight_OI: torch.Tensor, heads: Heads) -> ProductTiling | None:
     """That of a product of rows like `x` whose tiles end as heads."""
-    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)) or is_invariant():
+    if not _may_go_by_tiles(x_NI):
         return None
     from tokenmill.kernels import hopper_heads, hopper_linear
     from tokenmill.kernels.triton_attention import num_processors
@@ -317,9 +322,7 @@ def _unscaled(
     None: a kernel of its own is faster, or the rows cannot be known without it.
     """
     x_NI = addend.x_NI
-    if not (_are_some_rows_of_a_graph(x_NI) and _has_hopper_kernels(x_NI.device)) or is_invariant():
-        return None
-    if _is_streamed(x_NI, addend.weight_OI):
+    if not _may_go_by_tiles(x_NI) or _is_streamed(x_NI, addend.weight_OI):
         return None
     # Not in float16: what a norm is of can be larger than its numbers.
     if x_NI.dtype != torch.bfloat16 or not residual_NO.is_contiguous():
@@ -345,8 +348,7 @@ def _gated_of_sum(
     if _is_streamed(residual_NO, weight_FO):
         return None
     tiling = _tiling(residual_NO, weight_FO, gated=True, may_split=False)
-    found = None if tiling is None else _unscaled(addend, residual_NO, norm)
-    if tiling is None or found is None:
+    if tiling is None or (found := _unscaled(addend, residual_NO, norm)) is None:
         return None
     from tokenmill.kernels import hopper_linear
 

@@ -35,11 +35,11 @@ MOST_BUSY_IN_FOUR = 0.5
 # Of more rows: pieces gain nothing up to so many inputs, and narrow tiles, by which the rows are read twice
 # as often, with more programs for each processor.
 SHORT_SUM_OF_MORE = 2048
+MOST_BUSY_NARROW = 0.55
 # Of a sum that may not come in pieces: what would be worth a tile on each processor; shorter ones, on fewer.
 LONGEST_WHOLE_SUM = 8192
 # And of 17 to 32 rows, programs for each processor that are too few for more than SHORT_SUM inputs.
 TOO_FEW_FOR_WHOLE_SUMS = 0.15
-MOST_BUSY_NARROW = 0.55
 # Gated programs for each processor, of which some run beside another: with up to 16 rows, and with more.
 MOST_SIDE_BY_SIDE_OF_FEW, MOST_SIDE_BY_SIDE = 1.1, 1.2
 TILE_BYTES = 196_608  # shared memory of a program for its tiles
@@ -122,7 +122,7 @@ def choose_heads_tiling(
         outputs = 32
     if turns * ceil_div(num_outputs, outputs) > processors:
         return None
-    return ProductTiling(64, outputs, inputs, _stages(64, outputs, inputs))
+    return _of_tiles(64, outputs, inputs)
 
 
 @cache
@@ -141,7 +141,7 @@ def choose_sum_tiling(num_rows: int, size: int, num_outputs: int, *, processors:
         return replace(tiling, pieces=1)
     narrow = ceil_div(num_rows, 64) * ceil_div(num_outputs, 32) / processors
     if num_rows > FEW_ROWS and size / LONGEST_WHOLE_SUM <= narrow <= MOST_BUSY:
-        return ProductTiling(64, 32, 128, _stages(64, 32, 128))
+        return _of_tiles(64, 32, 128)
     return None
 
 
@@ -198,14 +198,14 @@ def _tiling(
     may_split = may_split and size > SHORT_SUM_OF_MORE
     # Of few rows as much of the weights as possible is to be on its way before their turn comes.
     if may_split and num_rows <= FEW_ROWS and MOST_PIECES * narrow <= MOST_BUSY:
-        return ProductTiling(64, 32, 128, _stages(64, 32, 128), MOST_PIECES)
+        return _of_tiles(64, 32, 128, pieces=MOST_PIECES)
     if not may_split and narrow <= MOST_BUSY_NARROW:
-        return ProductTiling(64, 32, 128, _stages(64, 32, 128))
+        return _of_tiles(64, 32, 128)
     if wide <= MOST_BUSY:
         pieces = _choose_pieces(num_rows, wide) if may_split else 1
-        return ProductTiling(64, 64, 128, _stages(64, 64, 128), pieces)
+        return _of_tiles(64, 64, 128, pieces=pieces)
     if num_rows > FEW_ROWS and ceil_div(num_rows, 128) * ceil_div(num_outputs, 64) <= processors:
-        return ProductTiling(128, 64, 64, _stages(128, 64, 64))
+        return _of_tiles(128, 64, 64)
     return None
 
 
@@ -226,15 +226,20 @@ def _gated_tiling(num_rows: int, num_outputs: int, processors: int) -> ProductTi
         (128, 32, processors),
     ):
         if ceil_div(num_rows, rows) * ceil_div(num_outputs, (outputs + more) // 2) <= most:
-            return ProductTiling(rows, outputs, 64, _stages(rows, outputs + more, 64), more=more)
-    return ProductTiling(rows, 128, 64, _stages(rows, 128, 64)) if rows == 64 else None
+            return _of_tiles(rows, outputs, 64, more=more)
+    return _of_tiles(rows, 128, 64) if rows == 64 else None
 
 
 def _wide_gated_tiling(num_rows: int, num_outputs: int, processors: int) -> ProductTiling | None:
     busy = ceil_div(num_outputs, WIDE_OUTPUTS // 2) / processors
     if num_rows <= 128 and LEAST_BUSY <= busy <= 1:
-        return ProductTiling(128, WIDE_OUTPUTS, 64, _stages(128, WIDE_OUTPUTS, 64))
+        return _of_tiles(128, WIDE_OUTPUTS, 64)
     return None
+
+
+def _of_tiles(rows: int, outputs: int, inputs: int, *, pieces: int = 1, more: int = 0) -> ProductTiling:
+    """With as many stages as there is room for."""
+    return ProductTiling(rows, outputs, inputs, _stages(rows, outputs + more, inputs), pieces, more)
 
 
 def _stages(rows: int, outputs: int, inputs: int, most_bytes: int = TILE_BYTES) -> int:
