@@ -343,13 +343,16 @@ class Runner(Protocol):
 
     @property
     def preparation_seconds(self) -> float:
-        """What `prepare` would take; 0: there is nothing to prepare. Steps do not have to wait for it."""
+        """What `prepare` could take; 0: there is nothing to prepare. Steps do not have to wait for it."""
 
     def rehearse(self) -> None:
-        """Do that part of `prepare` for which the device has to have ended all steps in flight."""
+        """Do that part of `prepare` for which the device may have to end all steps in flight."""
 
     def prepare(self) -> None:
         """Make later steps faster. The device needs steps to run meanwhile."""
+
+    def put_off(self) -> None:
+        """There is not to be a `prepare` now. What later steps would gain by is wanted again by these."""
 
     def launch(self, plan: StepPlan) -> None: ...
     def sample(self, masks: TokenMasks | None) -> None: ...

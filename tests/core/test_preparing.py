@@ -34,6 +34,8 @@ class Runner:
         self.most_in_flight = 0
         self.in_flight_when_rehearsed: list[int] = []
         self.in_flight_when_prepared: list[int] = []
+        self.in_flight_when_put_off: list[int] = []
+        self.in_flight_at_launches: list[int] = []
 
     @property
     def preparation_seconds(self) -> float:
@@ -50,8 +52,13 @@ class Runner:
         self.in_flight_when_prepared.append(self.in_flight)
         self._wants = {at: seconds for at, seconds in self._wants.items() if at > self.num_launched}
 
+    def put_off(self) -> None:
+        self.in_flight_when_put_off.append(self.in_flight)
+        self._wants = {at: seconds for at, seconds in self._wants.items() if at > self.num_launched}
+
     def launch(self, plan: StepPlan) -> None:
         self._mill.launch(plan)
+        self.in_flight_at_launches.append(self.in_flight)
         self.num_launched += 1
         self.now += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -98,12 +105,41 @@ def run_loop(
 
 
 def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_request: Make) -> None:
+    """A step takes four seconds, one of which to launch."""
     requests = [make_request("a", [1, 2, 3], 60), make_request("b", [4], 50)]
-    runner, outputs = run_loop(harness(num_pages=100), requests, wants={5: 1.0})
-    assert len(runner.in_flight_when_prepared) == 1
-    assert runner.in_flight_when_prepared[0] > 30  # all there are to come
+    runner, outputs = run_loop(harness(num_pages=100), requests, wants={9: 60.0}, clock=None)
+    assert runner.in_flight_when_rehearsed == [1 + 7]  # for a quarter of the time
+    assert runner.in_flight_when_prepared == [1 + 22]
     for request in requests:
         assert tokens_of(outputs[request.id]) == run_alone(request)[0]
+
+
+def test_the_device_gets_on_while_results_are_taken_in(harness: Make, make_request: Make) -> None:
+    """What was launched ahead may be done: to take all of it in before the next launch would be too long."""
+    runner, _ = run_loop(
+        harness(num_pages=100), [make_request("a", [1, 2, 3], 60)], wants={9: 60.0}, clock=None
+    )
+    behind = runner.in_flight_at_launches[9 + 22 :]
+    assert runner.in_flight_when_prepared == behind[:1] == [23]
+    assert behind[:11] == list(range(23, 1, -2))
+    assert set(behind[11:]) == {1}  # as before
+
+
+def test_the_end_of_a_job_is_no_time_for_it(harness: Make, make_request: Make) -> None:
+    """Nothing would run meanwhile."""
+    requests = [make_request("a", [1, 2, 3], 60), make_request("b", [4], 30)]
+    runner, outputs = run_loop(harness(num_pages=100), requests, wants={50: 60.0}, clock=None)
+    assert runner.in_flight_when_put_off == [1]
+    assert not runner.in_flight_when_rehearsed
+    assert not runner.in_flight_when_prepared
+    assert tokens_of(outputs["a"]) == run_alone(requests[0])[0]
+
+
+def test_who_waits_makes_it_worth_while_at_the_end(harness: Make, make_request: Make) -> None:
+    requests = [make_request(name, [1, 2, 3], 12) for name in "abcd"]
+    runner, _ = run_loop(harness(max_rows=2), requests, wants={10: 60.0}, clock=None)
+    assert not runner.in_flight_when_put_off
+    assert len(runner.in_flight_when_prepared) == 1
 
 
 @pytest.mark.parametrize("wants", [{}, {3: 5.0}])
@@ -135,7 +171,7 @@ def test_what_takes_less_than_a_step_needs_one_more(harness: Make, make_request:
     requests = [make_request("a", [1, 2, 3], 30)]
     runner, _ = run_loop(harness(), requests, wants={5: 1e-9}, clock=lambda: 0.0)
     assert runner.in_flight_when_prepared == [3]
-    assert runner.in_flight_when_rehearsed == [1]  # before the steps ahead, which would all have to end
+    assert runner.in_flight_when_rehearsed == [3]
 
 
 def test_launching_ahead_takes_time_of_the_device_too(harness: Make, make_request: Make) -> None:

@@ -202,6 +202,29 @@ def test_rows_that_have_tiles_of_their_own_are_some_and_go_into_a_graph(
             assert plain._are_some_rows_of_a_graph(x) == expected
 
 
+def test_logits_are_multiplied_by_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whatever is in the memory behind the rows, which no row's logits depend on."""
+    monkeypatch.setattr(plain, "MANY_OUTPUTS", 100)
+    monkeypatch.setattr(plain, "_are_some_rows_of_a_graph", lambda _: True)
+    library, sizes = torch.nn.functional.linear, []
+
+    def product(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return library(x, *rest)
+
+    weight, bias = numbers(100, 8, dtype=torch.float32, seed=0), numbers(100, dtype=torch.float32, seed=1)
+    for num_rows, room, expected in ((70, 128, 96), (97, 128, 128), (70, 70, 70), (70, 90, 70)):
+        memory = numbers(room, 8, dtype=torch.float32, seed=2)
+        memory[num_rows:] = torch.nan
+        x = memory[:num_rows]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "linear", product)
+            found = plain.linear(x, weight, bias)
+            plain.linear(x, weight[:99], None)
+        torch.testing.assert_close(found, library(x, weight, bias))
+        assert sizes[-2:] == [expected, num_rows]
+
+
 # ── kernels for Hopper: where they are, and what else many rows go by ──
 
 

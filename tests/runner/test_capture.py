@@ -122,3 +122,15 @@ def test_without_memory_only_what_is_there_is_used() -> None:
 
 def test_a_row_of_a_large_model_costs_more() -> None:
     assert row_seconds(8 * 10**9) > 5 * row_seconds(10**9) > 0
+
+
+def test_a_slow_capture_is_remembered_for_a_while() -> None:
+    policy = CapturePolicy(64, row_seconds=ROW_SECONDS)
+    assert policy.seconds_to_spare > 0
+    for size, seconds in ((64, 0.02), (32, 0.04), (16, 0.02)):
+        policy.captured(size, "plain", seconds=seconds)
+    assert policy.capture_seconds == 0.02
+    assert 0.03 < policy.seconds_to_spare < 0.04
+    for size in range(15):
+        policy.captured(size, "plain", seconds=0.02)
+    assert policy.seconds_to_spare == 0.02

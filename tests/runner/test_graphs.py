@@ -124,6 +124,16 @@ def test_a_graph_is_not_wanted_forever(made: MadeGraphs) -> None:
     assert made.wanted_seconds == 0
 
 
+def test_a_graph_that_was_put_off_is_wanted_again_when_it_would_have_served(made: MadeGraphs) -> None:
+    assert [made.size_for(rows) for rows in (9, 2)] == [16, 16]
+    made.forget_wanted()
+    assert made.wanted_seconds == 0
+    made.capture_wanted()
+    assert made.captured == [16, PLAIN]
+    assert made.size_for(2) == 16
+    assert made.wanted_seconds == 0.01
+
+
 def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
     """Nothing can be launched before they are drawn, so there will not be more time than now."""
     assert [made.size_for(rows, None) for rows in (9, 2)] == [16, 2]

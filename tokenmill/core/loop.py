@@ -6,6 +6,7 @@ Runs the same in a thread or in a process (`launch.py`); only this thread touche
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
 from collections import deque
@@ -30,6 +31,10 @@ from tokenmill.messages import CANCELLED, EngineFacts, Finish, Grammar, Output, 
 
 # Nothing to do for so long is rest.
 _SECONDS_AWAKE = 0.05
+# Of what a preparation takes, the part that is rehearsed.
+_REHEARSED_SHARE = 0.25
+# Results to take in for each step, while more are in flight than usual: that takes less than a step.
+_MOST_RESULTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,9 @@ class Loop:
         scheduler, depth = self._scheduler, self._runner.facts.steps_in_flight
         if self._runner.preparation_seconds:
             self._prepare()
-        plan = scheduler.plan_step() if scheduler.num_in_flight < depth else None
+        # What was launched ahead may be done by now, and the device idle until all of it is taken in.
+        most = depth if scheduler.num_in_flight <= depth else MOST_STEPS_IN_FLIGHT
+        plan = scheduler.plan_step() if scheduler.num_in_flight < most else None
         if plan is not None:
             self._runner.launch(plan)
             self._watch.note(has_steps=True, has_requests=True)
@@ -157,26 +164,34 @@ class Loop:
                 scheduler.settle()
         if scheduler.num_in_flight >= depth or plan is None:
             assert scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
-            self._collect()
+            for _ in range(max(1, min(_MOST_RESULTS, scheduler.num_in_flight - depth + 1))):
+                self._collect()
         self._control.stepped()
 
     def _prepare(self) -> None:
         """Let the runner prepare what it wants to; the device has steps to run for as long as that takes.
 
-        Rows that wait for their tokens forbid that, and the preparation has to wait for another moment.
+        Rows that wait for their tokens forbid that, and the preparation has to wait for another moment. At
+        the end of a job there are no such steps any more, and next to nothing to gain.
         """
         scheduler, runner = self._scheduler, self._runner
         if scheduler.has_late_rows:
             return
         if runner.facts.steps_in_flight > 1:
+            began, seconds = self._clock(), runner.preparation_seconds
+            if not scheduler.may_go_on(math.ceil(seconds / self._step_clock.seconds)):
+                runner.put_off()
+                return
+            self._launch_ahead(began, _REHEARSED_SHARE * seconds)
             runner.rehearse()
-            self._launch_ahead(runner.preparation_seconds)
+            self._launch_ahead(began, seconds)
         self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=True)
         runner.prepare()
 
-    def _launch_ahead(self, seconds: float) -> None:
-        """Launch steps until the device has to compute for so long yet, and the usual ones to spare."""
-        scheduler, began = self._scheduler, self._clock()
+    def _launch_ahead(self, began: float, seconds: float) -> None:
+        """Launch steps until the device has to compute for so long yet, and the usual ones to spare. It has
+        computed since it `began` with the first of them."""
+        scheduler = self._scheduler
         while scheduler.num_in_flight < MOST_STEPS_IN_FLIGHT:
             num_ahead = scheduler.num_in_flight - self._runner.facts.steps_in_flight
             if num_ahead * self._step_clock.seconds >= self._clock() - began + seconds:

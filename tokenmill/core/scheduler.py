@@ -97,6 +97,13 @@ class Scheduler:
         """Whether nothing can be done until a message comes: no request, or none whose grammar is there."""
         return len(self._states) == self._num_compiling and not self._flights
 
+    def may_go_on(self, num_steps: int) -> bool:
+        """Whether so many more steps may come without any new request."""
+        self._decoding.refresh()
+        slots = self._decoding.slots
+        left = (self._rows.end[slots] - self._rows.computed[slots]).max(initial=0)
+        return bool(len(self._queue) or self._prefilling or left >= num_steps)
+
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 
     def submit(self, requests: Sequence[Request]) -> list[Output]:

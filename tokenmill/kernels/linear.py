@@ -26,6 +26,7 @@ from tokenmill.kernels.product_tilings import (
     choose_sum_tiling,
     choose_tiling,
 )
+from tokenmill.kernels.spare_rows import rows_to_copy
 
 # Products of up to so many rows are streamed; from the second row on, only with small weights: with large
 # ones the arithmetic units fall behind the memory, and tensor cores win.
@@ -42,6 +43,11 @@ INPUTS_PER_OUTPUT = 2
 PIECES = 2
 SQUARE = 128
 NEARLY_ALL = 0.9
+# cuBLAS has a kernel of its own for nearly every number of rows, and the device stands still while one is
+# loaded. A weight of so many outputs, as of logits, is multiplied by a few numbers of rows only: some more
+# rows are nothing beside reading it.
+MANY_OUTPUTS = 65_536
+ROWS_AT_A_TIME = 32
 # Rows of a block where every row is to be computed alike: so few that one row alone does not take long.
 BLOCK_ROWS = 64
 
@@ -100,8 +106,19 @@ def _product(
             return tiled
         if may_split and bias_O is None and _is_quicker_in_pieces(x_NI, weight_OI):
             return _in_pieces(x_NI, weight_OI)
-        y_NO = F.linear(x_NI, weight_OI, bias_O)
+        y_NO = _by_library(x_NI, weight_OI, bias_O)
     return gated_silu(y_NO) if gated else y_NO
+
+
+def _by_library(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """The product by torch, for some weights with what the memory behind the rows holds, up to a number of
+    rows that comes often."""
+    num_rows, size = x_NI.shape
+    if len(weight_OI) >= MANY_OUTPUTS and _are_some_rows_of_a_graph(x_NI):
+        whole = rows_to_copy(x_NI, ROWS_AT_A_TIME)
+        if whole > num_rows and whole % ROWS_AT_A_TIME == 0:
+            return F.linear(x_NI.as_strided((whole, size), x_NI.stride()), weight_OI, bias_O)[:num_rows]
+    return F.linear(x_NI, weight_OI, bias_O)
 
 
 def _invariant(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

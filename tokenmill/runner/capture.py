@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 
 # A first guess of what a capture costs; each capture tells better.
 FIRST_CAPTURE_SECONDS = 0.05
+# How slowly a capture that took long is forgotten, by those behind it that took less.
+_REMEMBERED = 0.9
 # Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), the share that steps
 # wait for all the same: the loading of kernels.
 _SHARE_WAITED_FOR = 0.3
@@ -53,6 +55,12 @@ class CapturePolicy:
         self._padding_seconds = 0.0
         self.may_capture = True  # whether the device has memory for it, as far as is known
         self.capture_seconds = FIRST_CAPTURE_SECONDS  # what a capture takes, by the last one
+        self._longest_seconds = 0.0  # of late
+
+    @property
+    def seconds_to_spare(self) -> float:
+        """For how long the device should have steps to run, so that it does not wait for a capture."""
+        return self._longest_seconds or FIRST_CAPTURE_SECONDS
 
     def choose(self, num_rows: int, kind: Hashable, *, may_put_off: bool = False) -> int | None:
         """The size to use; if it is not captured yet, it is wanted now. None: no graph can be had.
@@ -80,6 +88,7 @@ class CapturePolicy:
         """Take note of a graph, and of what it took to capture."""
         bisect.insort(self._captured[kind], size)
         self.capture_seconds = seconds
+        self._longest_seconds = max(seconds, _REMEMBERED * self._longest_seconds)
 
     def stop(self) -> None:
         """Capture no more: the device has no memory for it."""

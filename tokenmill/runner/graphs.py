@@ -68,11 +68,12 @@ class DecodeGraphs:
 
     @property
     def wanted_seconds(self) -> float:
-        """What `capture_wanted` would take; 0: no graph is wanted."""
-        return 0.0 if self._wanted is None else self._policy.capture_seconds
+        """What `capture_wanted` could take; 0: no graph is wanted."""
+        return 0.0 if self._wanted is None else self._policy.seconds_to_spare
 
     def rehearse_wanted(self) -> None:
-        """Let the device load the kernels of what is wanted; it does so only once all that it runs has ended.
+        """Let the device load what kernels it lacks of what is wanted; it does so only once all that it runs
+        has ended.
 
         Those of libraries are loaded when they are captured for the first time. One layer has them all.
         """
@@ -87,6 +88,10 @@ class DecodeGraphs:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._capture_if_possible(*wanted)
+
+    def forget_wanted(self) -> None:
+        """Want it again only when more padding was computed."""
+        self._wanted = None
 
     def close(self) -> None:
         """Return when no step reads or writes the host's memory any more, which others may get then."""

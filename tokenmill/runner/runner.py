@@ -148,6 +148,11 @@ class LocalRunner:
         if self._graphs is not None:
             self._attempt(self._graphs.decodes.capture_wanted)
 
+    def put_off(self) -> None:
+        """Forget that it is wanted."""
+        if self._graphs is not None:
+            self._graphs.decodes.forget_wanted()
+
     def _attempt(self, capture: Callable[[], None]) -> None:
         try:
             with torch.inference_mode():
