@@ -134,3 +134,10 @@ def test_a_slow_capture_is_remembered_for_a_while() -> None:
     for size in range(15):
         policy.captured(size, "plain", seconds=0.02)
     assert policy.seconds_to_spare == 0.02
+
+
+def test_a_capture_that_waited_for_a_compiler_is_no_example() -> None:
+    """With so long to go, most jobs would be at their end."""
+    policy = CapturePolicy(64, row_seconds=ROW_SECONDS)
+    policy.captured(64, "plain", seconds=9.0)
+    assert policy.capture_seconds == policy.seconds_to_spare == 0.1

@@ -11,7 +11,9 @@ from collections.abc import Hashable, Sequence
 
 # A first guess of what a capture costs; each capture tells better.
 FIRST_CAPTURE_SECONDS = 0.05
-# How slowly a capture that took long is forgotten, by those behind it that took less.
+# What captures take at most; longer, one had to wait for something that those behind it need not wait for.
+_LONGEST_SECONDS = 0.1
+# How slowly one that took long is forgotten, by those behind it that took less.
 _REMEMBERED = 0.9
 # Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), the share that steps
 # wait for all the same: the loading of kernels.
@@ -87,8 +89,8 @@ class CapturePolicy:
     def captured(self, size: int, kind: Hashable, *, seconds: float) -> None:
         """Take note of a graph, and of what it took to capture."""
         bisect.insort(self._captured[kind], size)
-        self.capture_seconds = seconds
-        self._longest_seconds = max(seconds, _REMEMBERED * self._longest_seconds)
+        self.capture_seconds = min(seconds, _LONGEST_SECONDS)
+        self._longest_seconds = max(self.capture_seconds, _REMEMBERED * self._longest_seconds)
 
     def stop(self) -> None:
         """Capture no more: the device has no memory for it."""
