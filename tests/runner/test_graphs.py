@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tests.runner.conftest import GraphCalls
 from tokenmill.config import MOST_STEPS_IN_FLIGHT
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
+from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import StepKind
+from tokenmill.runner.runner import LocalRunner
 from tokenmill.sampling import SamplingNeeds
 
 pytestmark = [
@@ -132,6 +135,34 @@ def test_a_graph_that_was_put_off_is_wanted_again_when_it_would_have_served(made
     assert made.captured == [16, PLAIN]
     assert made.size_for(2) == 16
     assert made.wanted_seconds == 0.01
+
+
+def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no captures today")
+
+    runner: Any = LocalRunner.__new__(LocalRunner)
+    written: list[Any] = []
+    runner._rows = SimpleNamespace(
+        extras=SimpleNamespace(are_late=lambda _: False),
+        hides_stops=lambda _: False,
+        write_pages=written.append,
+    )
+    runner._quarantine = Quarantine(runner._rows, torch.device("cpu"))
+    runner._graphs = SimpleNamespace(
+        decodes=SimpleNamespace(replay=fail, rehearse_wanted=fail, capture_wanted=fail)
+    )
+    runner._has_told_of_graphs = False
+    plan = SimpleNamespace(slots=[0], num_decodes=1)
+    with caplog.at_level("WARNING", "tokenmill"):
+        for _ in range(2):
+            assert runner._try_replay(plan) is None
+        runner.rehearse()
+        runner.prepare()
+    assert written == [plan, plan]  # for the step that is launched instead
+    (record,) = caplog.records
+    assert "launched kernel by kernel" in record.message
+    assert "no captures today" in record.message
 
 
 def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:

@@ -112,6 +112,7 @@ class LocalRunner:
             _graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
         )
         self._graphs = self._open_graphs()
+        self._has_told_of_graphs = False
         self._profiler = Profiler(placement.device)
         self._calls: dict[str, Callable[..., Any]] = {
             "memory": self._memory,
@@ -157,8 +158,8 @@ class LocalRunner:
         try:
             with torch.inference_mode():
                 capture()
-        except Exception as error:  # a step will tell
-            self._quarantine.judge(error)
+        except Exception as error:
+            self._tell_of_graphs(error)
 
     def launch(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step; nothing is waited for but kernels that are being compiled."""
@@ -247,9 +248,16 @@ class LocalRunner:
         try:
             return self._replay(plan)
         except Exception as error:
-            self._quarantine.judge(error)
+            self._tell_of_graphs(error)
         self._rows.write_pages(plan)
         return None
+
+    def _tell_of_graphs(self, error: Exception) -> None:
+        """Say why steps take longer, once; must be called where the error is handled."""
+        failure = self._quarantine.judge(error)
+        if not self._has_told_of_graphs:
+            self._has_told_of_graphs = True
+            _log.warning("a graph failed, so steps are launched kernel by kernel: %s", failure.message)
 
     def _replay(self, plan: StepPlan) -> _Work | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
