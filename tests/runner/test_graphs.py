@@ -152,7 +152,6 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
     runner._graphs = SimpleNamespace(
         decodes=SimpleNamespace(replay=fail, rehearse_wanted=fail, capture_wanted=fail)
     )
-    runner._has_told_of_graphs = False
     plan = SimpleNamespace(slots=[0], num_decodes=1)
     with caplog.at_level("WARNING", "tokenmill"):
         for _ in range(2):

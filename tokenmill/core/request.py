@@ -259,6 +259,10 @@ class Rows:
         """Rows with a request."""
         return self.max_rows - len(self._free)
 
+    def most_left(self, slots: IntArray) -> int:
+        """The most draws that one of these rows may still take."""
+        return int((self.end[slots] - self.computed[slots]).max(initial=0))
+
     def enter(self, *, computed: int, room: int, end: int) -> int:
         """Take a free slot with these counts; there must be one."""
         slot = self._free.pop()

@@ -100,9 +100,8 @@ class Scheduler:
     def may_go_on(self, num_steps: int) -> bool:
         """Whether so many more steps may come without any new request."""
         self._decoding.refresh()
-        slots = self._decoding.slots
-        left = (self._rows.end[slots] - self._rows.computed[slots]).max(initial=0)
-        return bool(len(self._queue) or self._prefilling or left >= num_steps)
+        most_left = self._rows.most_left(self._decoding.slots)
+        return bool(len(self._queue) or self._prefilling or most_left >= num_steps)
 
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 

@@ -72,6 +72,8 @@ class _Launched:
 class LocalRunner:
     """One model on one device of this process."""
 
+    _has_told_of_graphs = False
+
     def __init__(self, config: EngineConfig) -> None:
         clock = Clock()
         folder = resolve(config.model_path, revision=config.revision, download_dir=config.download_dir)
@@ -112,7 +114,6 @@ class LocalRunner:
             _graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
         )
         self._graphs = self._open_graphs()
-        self._has_told_of_graphs = False
         self._profiler = Profiler(placement.device)
         self._calls: dict[str, Callable[..., Any]] = {
             "memory": self._memory,
