@@ -137,6 +137,17 @@ def test_a_graph_that_was_put_off_is_wanted_again_when_it_would_have_served(made
     assert made.wanted_seconds == 0.01
 
 
+def test_a_graph_is_put_off_a_few_times_only(made: MadeGraphs) -> None:
+    """One short job after the other never has time for it."""
+    assert made.size_for(9) == 16
+    for _ in range(3):
+        assert made.size_for(2) == 16
+        made.forget_wanted()
+    assert made.size_for(2) == 2
+    assert made.size_for(8) == 16  # others can wait again
+    assert made.wanted_seconds == 0.01
+
+
 def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no captures today")

@@ -26,6 +26,10 @@ from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
 _log = logging.getLogger("tokenmill")
 
+# So often there may be no time for what is wanted; then it is captured at once, and steps wait. Jobs that are
+# short one after the other would have no graph of their own otherwise.
+_MOST_PUT_OFF = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
@@ -65,6 +69,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
         # To be captured, while a larger one serves.
         self._wanted: tuple[int, StepKind, SamplingNeeds] | None = None
+        self._num_put_off = 0  # since the last capture
 
     @property
     def wanted_seconds(self) -> float:
@@ -92,6 +97,7 @@ class DecodeGraphs:
     def forget_wanted(self) -> None:
         """Want it again only when more padding was computed."""
         self._wanted = None
+        self._num_put_off += 1
 
     def close(self) -> None:
         """Return when no step reads or writes the host's memory any more, which others may get then."""
@@ -129,7 +135,7 @@ class DecodeGraphs:
         now, unless another serves: then there is time for it at `capture_wanted`, but only until the policy
         wants one again, and none for late steps (no needs): nothing is launched before they are drawn.
         """
-        may_put_off = self._wanted is None and needs is not None
+        may_put_off = self._wanted is None and needs is not None and self._num_put_off < _MOST_PUT_OFF
         size = self._policy.choose(num_rows, kind, may_put_off=may_put_off)
         if size is not None and (size, kind) not in self._graphs:
             serving = self._policy.serving(num_rows, kind)
@@ -148,6 +154,7 @@ class DecodeGraphs:
 
     def _capture_if_possible(self, size: int, kind: StepKind, needs: SamplingNeeds | None) -> None:
         """Capture a step and its end; without memory for both, neither is kept."""
+        self._num_put_off = 0
         try:
             captured = self._capture(size, kind)
         except torch.OutOfMemoryError:
