@@ -50,10 +50,13 @@ class Runner:
 
     def prepare(self) -> None:
         self.in_flight_when_prepared.append(self.in_flight)
-        self._wants = {at: seconds for at, seconds in self._wants.items() if at > self.num_launched}
+        self._want_no_more()
 
     def put_off(self) -> None:
         self.in_flight_when_put_off.append(self.in_flight)
+        self._want_no_more()
+
+    def _want_no_more(self) -> None:
         self._wants = {at: seconds for at, seconds in self._wants.items() if at > self.num_launched}
 
     def launch(self, plan: StepPlan) -> None:

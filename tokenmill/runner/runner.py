@@ -254,11 +254,14 @@ class LocalRunner:
         return None
 
     def _tell_of_graphs(self, error: Exception) -> None:
-        """Say why steps take longer, once; must be called where the error is handled."""
+        """Say why steps take longer, once: a larger graph serves, if there is one. Must be called where the
+        error is handled."""
         failure = self._quarantine.judge(error)
         if not self._has_told_of_graphs:
             self._has_told_of_graphs = True
-            _log.warning("a graph failed, so steps are launched kernel by kernel: %s", failure.message)
+            _log.warning(
+                "a graph failed, so steps are padded or launched kernel by kernel: %s", failure.message
+            )
 
     def _replay(self, plan: StepPlan) -> _Work | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
