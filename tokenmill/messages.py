@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
@@ -205,6 +206,7 @@ class EngineFacts:
     weight_bytes: int
     cache_bytes: int
     load_seconds: float
+    has_lanes: bool = False  # whether prompts may be computed beside rows that decode; see `Lane`
 
 
 # "none": it sleeps, or has an interpreter of its own; "soon": it waits for a step, or computes one itself;
@@ -277,6 +279,19 @@ class RowStarts:
     extras: tuple[RowExtras | None, ...] = ()  # [N]; empty: no row has any
 
 
+class Lane(Enum):
+    """Which multiprocessors of a device compute a step.
+
+    Steps of one lane run in the order of their launch. Prompts have those of `PROMPTS` for themselves, at the
+    same time as steps of rows that decode run on those of `DECODES`; a step of `WHOLE` has all of them, and
+    runs behind everything that was launched before.
+    """
+
+    WHOLE = "whole"
+    DECODES = "decodes"
+    PROMPTS = "prompts"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step as columns of integers: `R` rows, `T` prompt tokens, `P` page-table entries.
@@ -296,6 +311,8 @@ class StepPlan:
     page_columns: IntArray  # [P] position in the row's table,
     page_ids: IntArray  # [P] page
     new_rows: RowStarts | None = None
+    lane: Lane = Lane.WHOLE
+    awaits_prompts: bool = False  # in `Lane.DECODES`: it runs behind the prompts launched before, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,7 +354,8 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """The core's door to the mill. Steps come back from `collect` in the order of `launch`."""
+    """The core's door to the mill. Steps come back from `collect` in the order of `launch`, those of
+    `Lane.PROMPTS` apart from the others."""
 
     facts: EngineFacts
 
@@ -356,6 +374,14 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> None: ...
     def sample(self, masks: TokenMasks | None) -> None: ...
-    def collect(self) -> StepResult: ...
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
+        """Wait for the oldest step of that lane; those of `WHOLE` and `DECODES` count as one."""
+
+    def part(self) -> bool:
+        """Whether steps can be launched in lanes of their own now; asked only if `facts.has_lanes`."""
+
+    def has_prompts(self) -> bool:
+        """Whether the oldest step of `Lane.PROMPTS` is done; there must be one."""
+
     def call(self, name: str, **arguments: Any) -> Any: ...
     def close(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from tokenmill.core.policy import choose_policy, create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
 from tokenmill.kvcache import Cache
-from tokenmill.messages import EngineFacts, Finish, Output, Request, StepPlan, StepResult
+from tokenmill.messages import EngineFacts, Finish, Lane, Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
 
 VOCABULARY = 5  # small, so that different requests come to share prefixes
@@ -84,9 +85,15 @@ class FakeRow:
 
 
 class FakeMill:
-    """Runs plans in launch order. A page remembers the entries written to it, and every read is checked."""
+    """Runs plans in launch order. A page remembers the entries written to it, and every read is checked.
 
-    def __init__(self, page_size: int, num_groups: int) -> None:
+    Plans for `Lane.PROMPTS` run at once, or as late as they may if it `lags`.
+    """
+
+    def __init__(self, page_size: int, num_groups: int, *, lags: bool = False) -> None:
+        self.lags = lags
+        self.waiting_prompts: deque[StepPlan] = deque()
+        self.prompt_results: deque[StepResult] = deque()
         self.page_size = page_size
         self.num_groups = num_groups
         self.rows: dict[int, FakeRow] = {}
@@ -95,6 +102,29 @@ class FakeMill:
         self.num_computed = 0
 
     def launch(self, plan: StepPlan) -> None:
+        if plan.lane is Lane.PROMPTS:
+            assert not plan.num_decodes
+            self.waiting_prompts.append(plan)
+            if not self.lags:
+                self._run_prompts()
+            return
+        if plan.lane is Lane.WHOLE or plan.awaits_prompts:
+            self._run_prompts()
+        self.results.append(self._run(plan))
+
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
+        if lane is Lane.WHOLE:
+            return self.results.popleft()
+        if not self.prompt_results:
+            self._run_prompts(most=1)
+        return self.prompt_results.popleft()
+
+    def _run_prompts(self, most: int = 100) -> None:
+        while self.waiting_prompts and most:
+            self.prompt_results.append(self._run(self.waiting_prompts.popleft()))
+            most -= 1
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._set_up(plan)
         slots, counts = plan.slots.tolist(), plan.counts.tolist()
         assert len(set(slots)) == len(slots)
@@ -114,10 +144,7 @@ class FakeMill:
             if plan.samples[index]:
                 row.last_token = self._read(row, start + counts[index])
             drawn.append(row.last_token if plan.samples[index] else -1)
-        self.results.append(StepResult(token_ids=np.array(drawn, dtype=np.int32)))
-
-    def collect(self) -> StepResult:
-        return self.results.popleft()
+        return StepResult(token_ids=np.array(drawn, dtype=np.int32))
 
     def _set_up(self, plan: StepPlan) -> None:
         if plan.new_rows is not None:
@@ -150,7 +177,10 @@ class FakeMill:
 
 
 class Harness:
-    """A scheduler, its cache and a fake mill; `step` is one turn of the loop with `depth` steps in flight."""
+    """A scheduler, its cache and a fake mill; `step` is one turn of the loop with `depth` steps in flight.
+
+    With `lanes`, the seed of when they do, prompts run beside rows that decode; see `FakeMill` for `lags`.
+    """
 
     def __init__(
         self,
@@ -165,7 +195,14 @@ class Harness:
         policy: str | None = "fcfs",
         priorities: Priorities | None = None,
         max_queued: int | None = None,
+        lanes: int | None = None,
+        lags: bool = False,
     ) -> None:
+        # Whoever is more urgent than others needs the rows at once: there are no lanes, then.
+        priorities = priorities or Priorities()
+        self.moments = None if lanes is None or priorities.enabled else random.Random(lanes)
+        if self.moments is not None:  # more rows may come to decode at once
+            max_step_tokens = max(max_step_tokens, max_rows)
         self.cache = Cache(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
         limits = SchedulerLimits(
             max_rows=max_rows,
@@ -174,7 +211,6 @@ class Harness:
             max_queued=max_queued,
         )
         self.limits = limits
-        priorities = priorities or Priorities()
         self.scheduler = Scheduler(
             limits,
             cache=self.cache,
@@ -183,7 +219,8 @@ class Harness:
             else choose_policy(self.cache, max_rows=max_rows, has_priorities=priorities.enabled),
             priorities=priorities,
         )
-        self.mill = FakeMill(page_size, 1 if isinstance(num_pages, int) else len(num_pages))
+        num_groups = 1 if isinstance(num_pages, int) else len(num_pages)
+        self.mill = FakeMill(page_size, num_groups, lags=lags)
         self.depth = depth
         self.plans: list[StepPlan] = []
         self.outputs: dict[str, list[Output]] = {}
@@ -201,14 +238,33 @@ class Harness:
         self.scheduler.check_invariants()
         return plan
 
-    def take_in(self) -> list[Output]:
-        return self.keep(self.scheduler.take_in(self.mill.collect()))
+    def launch_prompts(self) -> StepPlan | None:
+        """A step with prompts beside those that decode, if there are any."""
+        plan = self.scheduler.plan_prompts()
+        if plan is not None:
+            assert int(plan.counts.sum()) <= self.limits.max_step_tokens
+            self.plans.append(plan)
+            self.mill.launch(plan)
+        self.scheduler.check_invariants()
+        return plan
+
+    def take_in(self, lane: Lane = Lane.WHOLE) -> list[Output]:
+        return self.keep(self.scheduler.take_in(self.mill.collect(lane), lane))
 
     def step(self) -> None:
+        if self.moments is not None:
+            self._launch_prompts(self.moments)
         plan = self.launch() if self.scheduler.num_in_flight < self.depth else None
         if self.scheduler.num_in_flight == self.depth or plan is None:
-            assert self.scheduler.num_in_flight, "nothing runs and nothing can"
-            self.take_in()
+            assert self.scheduler.awaits_steps, "nothing runs and nothing can"
+            self.take_in(Lane.WHOLE if self.scheduler.num_in_flight else Lane.PROMPTS)
+        while self.scheduler.num_prompts_in_flight and self.moments.random() < 0.3:
+            self.take_in(Lane.PROMPTS)
+
+    def _launch_prompts(self, moments: random.Random) -> None:
+        while self.scheduler.num_prompts_in_flight < 3 and moments.random() < 0.5:
+            if self.launch_prompts() is None:
+                return
 
     def run(self) -> None:
         for _ in range(20_000):

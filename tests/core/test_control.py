@@ -19,7 +19,7 @@ from tokenmill.core import control
 from tokenmill.core.launch import CoreThread
 from tokenmill.core.priority import Priorities
 from tokenmill.errors import InvalidArgument, WrongState
-from tokenmill.messages import Output, Request, StepPlan, StepResult
+from tokenmill.messages import Lane, Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -49,7 +49,7 @@ class VersionedMill:
     def sample(self, masks: None) -> None:
         pass
 
-    def collect(self) -> StepResult:
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         return self._launched.popleft()
 
     def call(self, name: str, **arguments: Any) -> Any:

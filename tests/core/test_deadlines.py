@@ -12,7 +12,7 @@ import pytest
 
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.loop import Close, Inbox, Loop, Submit
-from tokenmill.messages import Output, StepPlan, StepResult
+from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ class SlowRunner:
     """A step takes a second of the turned clock."""
 
     def __init__(self, mill: Any, clock: TurnedClock) -> None:
-        self.facts = SimpleNamespace(steps_in_flight=1)
+        self.facts = SimpleNamespace(steps_in_flight=1, has_lanes=False)
         self.preparation_seconds = 0.0
         self._mill = mill
         self._clock = clock
@@ -42,7 +42,7 @@ class SlowRunner:
     def sample(self, masks: None) -> None:
         pass
 
-    def collect(self) -> StepResult:
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         self._clock.seconds += 1
         return self._mill.collect()
 

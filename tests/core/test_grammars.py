@@ -178,7 +178,7 @@ class Readiness:
         self.inbox = Inbox()
         self._world, self._compiler = world, compiler
         self.runner: Any = SimpleNamespace(
-            facts=SimpleNamespace(steps_in_flight=steps_in_flight),
+            facts=SimpleNamespace(steps_in_flight=steps_in_flight, has_lanes=False),
             preparation_seconds=0.0,
             launch=self._launch,
             sample=lambda masks: None,

@@ -16,7 +16,7 @@ from tests.core.conftest import run_alone, tokens_of
 from tokenmill.core.grammars import Guide
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit
 from tokenmill.core.priority import Priorities
-from tokenmill.messages import Finish, Grammar, Output, StepPlan, StepResult
+from tokenmill.messages import Finish, Grammar, Lane, Output, StepPlan, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ class Runner:
     """Hands plans on to a fake mill; `then` is what happens while a step is drawn."""
 
     def __init__(self, mill: Any, depth: int, then: Callable[[], None]) -> None:
-        self.facts = SimpleNamespace(steps_in_flight=depth)
+        self.facts = SimpleNamespace(steps_in_flight=depth, has_lanes=False)
         self.preparation_seconds = 0.0
         self._mill = mill
         self._then = then
@@ -39,7 +39,7 @@ class Runner:
     def sample(self, masks: Any) -> None:
         self._then()
 
-    def collect(self) -> StepResult:
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         return self._mill.collect()
 
 

@@ -16,7 +16,7 @@ from tests.core.conftest import FACTS
 from tokenmill.config import EngineConfig
 from tokenmill.core.launch import CoreThread, start_core
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
-from tokenmill.messages import EngineFacts, Output, Request, StepPlan, StepResult
+from tokenmill.messages import EngineFacts, Lane, Output, Request, StepPlan, StepResult
 from tokenmill.sampling_params import SamplingParams
 
 
@@ -44,7 +44,7 @@ class CountingRunner:
     def sample(self, masks: None) -> None:
         pass
 
-    def collect(self) -> StepResult:
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         return self._launched.popleft()
 
     def call(self, name: str, **arguments: Any) -> Any:

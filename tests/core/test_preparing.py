@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.core.conftest import run_alone, tokens_of
 from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
 from tokenmill.core.scheduler import Scheduler
-from tokenmill.messages import Output, StepPlan, StepResult
+from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +26,7 @@ class Runner:
     """Hands plans on to a fake mill, and wants to prepare something after so many steps."""
 
     def __init__(self, mill: Any, depth: int, wants: dict[int, float]) -> None:
-        self.facts = SimpleNamespace(steps_in_flight=depth)
+        self.facts = SimpleNamespace(steps_in_flight=depth, has_lanes=False)
         self._mill = mill
         self._wants = dict(wants)
         self.num_launched = self.num_collected = 0
@@ -69,7 +69,7 @@ class Runner:
     def sample(self, masks: Any) -> None:
         pass
 
-    def collect(self) -> StepResult:
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         self.num_collected += 1
         self.now += 3
         return self._mill.collect()

@@ -41,6 +41,8 @@ set_ups = st.fixed_dictionaries(
         "max_step_tokens": st.one_of(st.integers(1, 10), st.just(60)),
         "depth": st.integers(1, 4),
         "prefix_caching": st.booleans(),
+        "lanes": st.one_of(st.none(), st.integers(0, 2**16)),
+        "lags": st.booleans(),
     }
 )
 # What the queue does: its order, who pushes whom back, and how many may wait.
@@ -61,7 +63,7 @@ orders = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=160, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     set_up=set_ups,
     order=orders,
@@ -118,11 +120,24 @@ def test_every_request_gets_what_it_gets_alone(
     assert loop.cache.num_free_pages == sum(sizes)
 
 
+@pytest.mark.parametrize("lanes", [None, 1, 2])
 def test_a_long_job_on_a_pool_for_two_requests(
-    harness: Callable[..., Any], make_request: Callable[..., Any], alone: Callable[..., Any]
+    harness: Callable[..., Any],
+    make_request: Callable[..., Any],
+    alone: Callable[..., Any],
+    lanes: int | None,
 ) -> None:
     """Hundreds of requests that preempt each other all the time end right, and the work stays bounded."""
-    loop = harness(num_pages=24, page_size=2, max_rows=8, max_step_tokens=24, max_sequence_tokens=24, depth=2)
+    loop = harness(
+        num_pages=24,
+        page_size=2,
+        max_rows=8,
+        max_step_tokens=24,
+        max_sequence_tokens=24,
+        depth=2,
+        lanes=lanes,
+        lags=lanes == 2,
+    )
     job = [
         make_request(str(index), [index % 3] * (1 + index % 7), 5 + index % 11, seed=index)
         for index in range(300)

@@ -42,7 +42,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
     if triton_device != "cpu":
         pytest.skip("there is a GPU, whose tests do the same")
     from tokenmill.attention import triton_backend
-    from tokenmill.runner import hardware, prompt_graphs, runner
+    from tokenmill.runner import graph_sets, hardware, prompt_graphs
 
     calls = GraphCalls()
 
@@ -80,7 +80,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
             return Replay(step, draws=draws)
 
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")
-    monkeypatch.setattr(runner, "Recorder", Again)
+    monkeypatch.setattr(graph_sets, "Recorder", Again)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
     monkeypatch.setattr(prompt_graphs, "FIRST_CAPTURE_SECONDS", 0.0)

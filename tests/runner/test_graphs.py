@@ -16,6 +16,7 @@ import torch
 import tokenmill as sgl
 from tests.runner.conftest import GraphCalls
 from tokenmill.config import MOST_STEPS_IN_FLIGHT
+from tokenmill.messages import Lane
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.quarantine import Quarantine
@@ -163,7 +164,7 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
     runner._graphs = SimpleNamespace(
         decodes=SimpleNamespace(replay=fail, rehearse_wanted=fail, capture_wanted=fail)
     )
-    plan = SimpleNamespace(slots=[0], num_decodes=1)
+    plan = SimpleNamespace(slots=[0], num_decodes=1, lane=Lane.WHOLE)
     with caplog.at_level("WARNING", "tokenmill"):
         for _ in range(2):
             assert runner._try_replay(plan) is None

@@ -19,7 +19,7 @@ from tokenmill.core.scheduler import Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, WrongState, told
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import Output, Runner, Sink
+from tokenmill.messages import Lane, Output, Runner, Sink
 
 _log = logging.getLogger("tokenmill")
 
@@ -161,8 +161,10 @@ class Control:
             self._collect_all()
 
     def _collect_all(self) -> None:
-        while self._scheduler.num_in_flight:
-            self._send(self._scheduler.take_in(self._runner.collect()))
+        scheduler = self._scheduler
+        while scheduler.awaits_steps:
+            lane = Lane.WHOLE if scheduler.num_in_flight else Lane.PROMPTS
+            self._send(scheduler.take_in(self._runner.collect(lane), lane))
 
     def _send(self, outputs: Sequence[Output]) -> None:
         if outputs:
@@ -218,7 +220,7 @@ class Control:
     def _release(self, *, tags: Collection[str]) -> None:
         self._end_idle_steps()
         scheduler = self._scheduler
-        if scheduler.num_running or scheduler.num_in_flight or (scheduler.num_waiting and not self._paused):
+        if scheduler.num_running or scheduler.awaits_steps or (scheduler.num_waiting and not self._paused):
             busy = scheduler.num_running + scheduler.num_waiting
             raise WrongState(
                 f"release_memory_occupation() needs an idle engine, but {busy} requests are waiting or "

@@ -27,7 +27,7 @@ from tokenmill.core.scheduler import Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import CANCELLED, EngineFacts, Finish, Grammar, Output, Request, Runner, Sink
+from tokenmill.messages import CANCELLED, EngineFacts, Finish, Grammar, Lane, Output, Request, Runner, Sink
 
 # Nothing to do for so long is rest.
 _SECONDS_AWAKE = 0.05
@@ -35,6 +35,10 @@ _SECONDS_AWAKE = 0.05
 _REHEARSED_SHARE = 0.25
 # Results to take in for each step, while more are in flight than usual: that takes less than a step.
 _MOST_RESULTS = 3
+# Steps with prompts in a lane of their own: when one ends, another is there.
+_PROMPTS_IN_FLIGHT = 2
+# What it takes at most to plan and launch one of them; rows that decode have steps to run meanwhile.
+_PLANNING_SECONDS = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ class Loop:
             if self._deadlines:
                 self._time_out(self._deadlines.pop_due())
             can_run = not (self._scheduler.is_asleep or self._control.stands_still)
-            self._watch.note(has_steps=self._scheduler.num_in_flight > 0, has_requests=can_run)
+            self._watch.note(has_steps=self._scheduler.awaits_steps, has_requests=can_run)
             if can_run:
                 self._turn()
         self.pulse.is_resting = True
@@ -146,7 +150,9 @@ class Loop:
     def _turn(self) -> None:
         """One step: launch one more if there is room for it, then take in the oldest if it must or can be."""
         scheduler, depth = self._scheduler, self._runner.facts.steps_in_flight
-        if self._runner.preparation_seconds:
+        if self._runner.facts.has_lanes:
+            self._launch_prompts()
+        if self._runner.preparation_seconds and not scheduler.num_prompts_in_flight:
             self._prepare()
         # What was launched ahead may be done by now, and the device idle until all of it is taken in.
         most = depth if scheduler.num_in_flight <= depth else MOST_STEPS_IN_FLIGHT
@@ -163,10 +169,32 @@ class Loop:
                 self._runner.sample(None)
                 scheduler.settle()
         if scheduler.num_in_flight >= depth or plan is None:
-            assert scheduler.num_in_flight, "requests wait, yet nothing can be scheduled"
-            for _ in range(max(1, min(_MOST_RESULTS, scheduler.num_in_flight - depth + 1))):
-                self._collect()
+            assert scheduler.awaits_steps, "requests wait, yet nothing can be scheduled"
+            if scheduler.num_in_flight:
+                for _ in range(max(1, min(_MOST_RESULTS, scheduler.num_in_flight - depth + 1))):
+                    self._collect()
+            else:
+                self._collect(Lane.PROMPTS)
+        while scheduler.num_prompts_in_flight and self._runner.has_prompts():
+            self._collect(Lane.PROMPTS)
         self._control.stepped()
+
+    def _launch_prompts(self) -> None:
+        """Launch prompts beside the rows that decode, where that pays."""
+        scheduler, runner = self._scheduler, self._runner
+        while (
+            scheduler.num_prompts_in_flight < _PROMPTS_IN_FLIGHT
+            and scheduler.prompts_pay_apart
+            and runner.part()
+        ):
+            if scheduler.num_prompts_in_flight:  # else they would take the prompts with them
+                self._launch_ahead(self._clock(), _PLANNING_SECONDS)
+            plan = scheduler.plan_prompts()
+            if plan is None:
+                return
+            runner.launch(plan)
+            runner.sample(None)
+            self._watch.note(has_steps=True, has_requests=True)
 
     def _prepare(self) -> None:
         """Let the runner prepare what it wants to; the device has steps to run for as long as that takes.
@@ -213,19 +241,22 @@ class Loop:
         if any([guide.finish is not None for _, guide in guided]):
             self._send(scheduler.end_stuck())
 
-    def _collect(self) -> None:
-        """Take in the oldest step."""
+    def _collect(self, lane: Lane = Lane.WHOLE) -> None:
+        """Take in the oldest step of a lane."""
         self.pulse.awaits_step = True
         try:
-            result = self._runner.collect()
+            result = self._runner.collect(lane)
         finally:
             self.pulse.awaits_step = False
         self.pulse.num_steps += 1
         scheduler = self._scheduler
-        self._step_clock.collected(is_steady=scheduler.num_in_flight == self._runner.facts.steps_in_flight)
-        self._watch.note(has_steps=scheduler.num_in_flight > 1, has_requests=True)
-        outputs = scheduler.take_in(result)
-        self._watch.note(has_steps=scheduler.num_in_flight > 0, has_requests=not scheduler.is_asleep)
+        if lane is Lane.WHOLE:
+            is_steady = scheduler.num_in_flight == self._runner.facts.steps_in_flight
+            self._step_clock.collected(is_steady=is_steady)
+        num_in_flight = scheduler.num_in_flight + scheduler.num_prompts_in_flight
+        self._watch.note(has_steps=num_in_flight > 1, has_requests=True)
+        outputs = scheduler.take_in(result, lane)
+        self._watch.note(has_steps=scheduler.awaits_steps, has_requests=not scheduler.is_asleep)
         self._send(outputs)
 
     def _drain(self) -> None:
@@ -249,6 +280,8 @@ class Loop:
                 with contextlib.suppress(queue.Empty):
                     return self._inbox.get(timeout=_SECONDS_AWAKE)
                 self._get_ready()  # their grammars take long
+                if self._runner.facts.has_lanes:
+                    self._runner.part()  # or begin to, in time
                 if self._rest is not None:
                     self._rest()
             return self._inbox.get(timeout=self._deadlines.seconds_left())

@@ -12,7 +12,7 @@ import numpy as np
 from tokenmill.core.grammars import Guide
 from tokenmill.core.request import RequestState
 from tokenmill.kvcache import RowPages
-from tokenmill.messages import BoolArray, Finish, IntArray, RowStarts, StepPlan
+from tokenmill.messages import BoolArray, Finish, IntArray, Lane, RowStarts, StepPlan
 
 _NOTHING: IntArray = np.zeros(0, dtype=np.int32)
 
@@ -132,7 +132,7 @@ class PlanDraft:
         for group, table in enumerate(pages.tables):
             self._entries.append((slot, group, column, table[column]))
 
-    def build(self) -> StepPlan:
+    def build(self, lane: Lane = Lane.WHOLE, *, awaits_prompts: bool = False) -> StepPlan:
         """The plan; the draft is used up."""
         num_decodes = len(self._decode_slots)
         slots, starts = self._decode_slots, self._decode_starts
@@ -158,6 +158,8 @@ class PlanDraft:
             page_columns=page_columns,
             page_ids=page_ids,
             new_rows=_row_starts(self._entered) if self._entered else None,
+            lane=lane,
+            awaits_prompts=awaits_prompts,
         )
 
     def _page_entries(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -11,16 +11,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tokenmill.core.beside import PromptLane, pay_apart
 from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
 from tokenmill.core.intake import drawn, failed, show_hidden_states, show_prompts
 from tokenmill.core.logprob_ledger import LogprobLedger
 from tokenmill.core.plan import Flight, PlanDraft, SchedulerLimits
 from tokenmill.core.policy import Policy, PriorityQueue, WaitingQueue
+from tokenmill.core.prefilling import Prefilling
 from tokenmill.core.priority import Priorities, Room, choose_victims, queue_full
 from tokenmill.core.request import NEVER_ADMITTED, NO_SLOT, Decoding, Phase, RequestState, Rows
-from tokenmill.kvcache import Cache, RowPages
-from tokenmill.messages import CANCELLED, Finish, Output, Request, StepPlan, StepResult
+from tokenmill.kvcache import Cache
+from tokenmill.messages import CANCELLED, Finish, Lane, Output, Request, StepPlan, StepResult
 
 
 class Scheduler:
@@ -52,12 +54,12 @@ class Scheduler:
         self._queue = PriorityQueue(policy) if priorities.enabled else WaitingQueue(policy)
         self._rows = Rows(limits.max_rows)
         self._states: dict[str, RequestState] = {}  # everything not finished
-        self._num_admitted = 0
         self._num_compiling = 0
         self._num_late = 0  # requests that wait for their tokens; see `waits_for_tokens`
         self._decoding = Decoding()
-        self._prefilling: list[RequestState] = []  # at most one between steps
+        self._prefilling = Prefilling(self._queue, self._rows, cache)
         self._flights: deque[Flight] = deque()
+        self._prompts = PromptLane()  # beside them
         self._ending: list[RequestState] | None = None  # whose prompts end in the newest plan, until `settle`
         self._ledger = LogprobLedger()
         self.num_drawn = 0  # tokens taken in since the start
@@ -74,8 +76,18 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose results were not taken in yet."""
+        """Steps whose results were not taken in yet, but for those of `Lane.PROMPTS`."""
         return len(self._flights)
+
+    @property
+    def num_prompts_in_flight(self) -> int:
+        """Steps of `Lane.PROMPTS` whose results were not taken in yet."""
+        return len(self._prompts)
+
+    @property
+    def awaits_steps(self) -> bool:
+        """Whether some step's result was not taken in yet."""
+        return bool(self._flights or self._prompts)
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -90,18 +102,18 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or is in flight."""
-        return not self._states and not self._flights
+        return not (self._states or self.awaits_steps)
 
     @property
     def is_asleep(self) -> bool:
         """Whether nothing can be done until a message comes: no request, or none whose grammar is there."""
-        return len(self._states) == self._num_compiling and not self._flights
+        return len(self._states) == self._num_compiling and not self.awaits_steps
 
     def may_go_on(self, num_steps: int) -> bool:
         """Whether so many more steps may come without any new request."""
         self._decoding.refresh()
         most_left = self._rows.most_left(self._decoding.slots)
-        return bool(len(self._queue) or self._prefilling or most_left >= num_steps)
+        return bool(len(self._queue) or self._prefilling.states or most_left >= num_steps)
 
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 
@@ -164,9 +176,9 @@ class Scheduler:
 
     def retract_all(self) -> None:
         """Preempt everything that runs; no step may be in flight. It is computed anew when it comes back."""
-        assert not self._flights
+        assert not self.awaits_steps
         self._decoding.refresh()
-        for state in [*self._prefilling, *reversed(self._decoding.states)]:
+        for state in [*self._prefilling.states, *reversed(self._decoding.states)]:
             self._retract(state)
 
     def _abort(self, states: Iterable[RequestState], message: str) -> list[Output]:
@@ -185,13 +197,40 @@ class Scheduler:
             self._preempt(self._priorities.threshold)
         draft = PlanDraft()
         self._schedule_decodes(draft)
-        decodes = self._decoding.states  # never more than tokens of a step: each ended a prompt within one
-        prefills = self._schedule_prefills(draft, self._limits.max_step_tokens - len(decodes))
+        # Never more than tokens of a step: each ended a prompt within one, or there are as few rows.
+        decodes = self._decoding.states
+        prefills: list[RequestState] = []
+        if not self._prompts:
+            prefills = self._prefilling.schedule(draft, self._limits.max_step_tokens - len(decodes))
         if draft.is_empty:
             return None
-        plan = draft.build()
+        lane = Lane.DECODES if self._prompts else Lane.WHOLE
+        plan = draft.build(lane, awaits_prompts=self._prompts.was_left())
         self._flights.append(Flight.of(plan, decodes, draft.chunks, ending=prefills))
         self._ending = prefills
+        return plan
+
+    @property
+    def prompts_pay_apart(self) -> bool:
+        """Whether `plan_prompts` would be worth it; see `beside.py`."""
+        self._decoding.refresh()
+        return not self._num_late and pay_apart(
+            self._queue, self._prefilling.states, self._decoding, self._rows, self._limits.max_step_tokens
+        )
+
+    def plan_prompts(self) -> StepPlan | None:
+        """The next step of `Lane.PROMPTS`, beside those that decode; nothing is left to settle.
+
+        Its rows decode once its result was taken in. A step must have as many tokens as there are rows.
+        """
+        assert self._ending is None, "settle() is due"
+        draft = PlanDraft()
+        ending = self._prefilling.schedule(draft, self._limits.max_step_tokens)
+        if draft.is_empty:
+            return None
+        plan = draft.build(Lane.PROMPTS)
+        self._prompts.launched(Flight.of(plan, [], draft.chunks, ending=ending), ending)
+        self._queue.look_ahead()
         return plan
 
     def settle(self) -> None:
@@ -212,7 +251,7 @@ class Scheduler:
                 self._rows,
                 self._cache,
                 decoding=self._decoding.states,
-                prefilling=self._prefilling,
+                prefilling=self._prefilling.states,
                 max_tokens=self._limits.max_step_tokens,
             )
             for state in choose_victims(self._queue, room, threshold=threshold):
@@ -251,8 +290,9 @@ class Scheduler:
     def _last_row(self) -> RequestState:
         """The least urgent running request, the youngest of them; there must be one."""
         last = self._decoding.last
-        if self._prefilling and (last is None or self._prefilling[-1].urgency <= last.urgency):
-            return self._prefilling[-1]
+        prefilling = self._prefilling.states
+        if prefilling and (last is None or prefilling[-1].urgency <= last.urgency):
+            return prefilling[-1]
         assert last is not None
         return last
 
@@ -260,84 +300,10 @@ class Scheduler:
         """Preempt: back to the queue without row and pages. Its full pages stay while nobody needs them."""
         state.total = int(self._rows.computed[state.slot]) + 1
         if state.phase is Phase.PREFILL:
-            state.total = len(state.tokens)
+            state.total = self._num_coming(state)
         self._vacate(state, Phase.WAITING)
         state.num_retractions += 1
         self._queue.add_retracted(state)
-
-    def _schedule_prefills(self, draft: PlanDraft, budget: int) -> list[RequestState]:
-        """Spend the budget on the row left over from the last step, then on new rows.
-
-        Returns the rows that have nothing left to prefill.
-        """
-        complete: list[RequestState] = []
-        for state in self._prefilling:
-            budget -= self._prefill(draft, state, budget, complete)
-        while budget > 0 and self._rows.num_free and len(self._queue):
-            pages = self._try_pages(self._queue.peek())
-            if pages is None:
-                break
-            state = self._queue.pop()
-            self._enter(draft, state, pages)
-            budget -= self._prefill(draft, state, budget, complete)
-        return complete
-
-    def _try_pages(self, state: RequestState) -> RowPages | None:
-        """Pages for all known tokens of a waiting request; None if it has to wait.
-
-        One page must be left for each running row, which would take them back at once. So a request that was
-        preempted for another one in this step does not come back in it.
-        """
-        cache, headroom = self._cache, self._rows.num_used
-        if not state.is_ready or cache.num_available_columns <= headroom:
-            return None
-        state.load_tokens()
-        pages = cache.match(state.reusable_tokens.tobytes(), namespace=state.request.cache_namespace)
-        missing = cache.columns(len(state.tokens)) - pages.num_columns
-        if missing > cache.num_available_columns - headroom:
-            cache.release(pages)
-            return None
-        if state.age == NEVER_ADMITTED:
-            state.cached_tokens = pages.num_columns * cache.page_size
-        cache.reserve(pages, len(state.tokens))
-        return pages
-
-    def _enter(self, draft: PlanDraft, state: RequestState, pages: RowPages) -> None:
-        """Give a slot to a request that has pages."""
-        if state.age == NEVER_ADMITTED:
-            state.admit(age=self._num_admitted)
-            self._num_admitted += 1
-        state.pages = pages
-        state.phase = Phase.PREFILL
-        state.slot = self._rows.enter(
-            computed=pages.num_shared * self._cache.page_size,
-            room=pages.num_columns * self._cache.page_size,
-            end=state.limit - 1,
-        )
-        self._prefilling.append(state)
-        draft.add_row(state, pages)
-
-    def _prefill(
-        self, draft: PlanDraft, state: RequestState, budget: int, complete: list[RequestState]
-    ) -> int:
-        """Compute the next chunk of a row; returns its length.
-
-        The chunk's full pages are committed at once, so that rows admitted after it share them even in the
-        same step: every layer stores the keys and values of all rows of a step before any row reads.
-        """
-        if budget <= 0:
-            return 0
-        start = int(self._rows.computed[state.slot])
-        end = min(start + budget, len(state.tokens))
-        is_last = end == len(state.tokens)
-        chunk = np.array(state.tokens[start:end], dtype=np.int32)
-        draft.add_prefill(state, start, chunk, samples=is_last and state.draws)
-        self._rows.computed[state.slot] = end
-        assert state.pages is not None
-        self._cache.commit(state.pages, state.tokens, num_tokens=end)
-        if is_last:
-            complete.append(state)
-        return end - start
 
     def _move_on(self, flight: Flight, prefills: list[RequestState]) -> None:
         """Move on the rows of a complete plan: prefilled rows decode, rows with no draw left give way.
@@ -347,7 +313,7 @@ class Scheduler:
         for state in prefills:
             state.phase = Phase.DECODE
         if prefills:
-            self._prefilling = [state for state in self._prefilling if state.phase is Phase.PREFILL]
+            self._prefilling.refresh()
             self._decoding.add(prefills, by_urgency=self._priorities.enabled)
         rows, slots = self._rows, flight.slots[: flight.num_decodes]
         ended = np.flatnonzero(rows.computed[slots] >= rows.end[slots])
@@ -376,10 +342,17 @@ class Scheduler:
 
     # ── results in ────────────────────────────────────────────────────────────────────────────
 
-    def take_in(self, result: StepResult) -> list[Output]:
-        """Take in the result of the oldest step in flight; returns what is due to be reported."""
+    def take_in(self, result: StepResult, lane: Lane = Lane.WHOLE) -> list[Output]:
+        """Take in the result of the oldest step of a lane; returns what is due to be reported.
+
+        Rows whose prompt has ended in `Lane.PROMPTS` decode from now on.
+        """
         assert self._ending is None, "settle() is due"
-        flight = self._flights.popleft()
+        if lane is Lane.PROMPTS:
+            flight, ending = self._prompts.done()
+            self._move_on(flight, ending)
+        else:
+            flight = self._flights.popleft()
         show_prompts(flight, result)  # also of rows that fail now: samples share the first one's
         outputs = [
             self._end(state, failed(failure), remember=False)
@@ -412,7 +385,7 @@ class Scheduler:
         """Forget pages that were never written, and have all that read them computed anew."""
         lost = frozenset(result.lost_pages)
         self._decoding.refresh()
-        for state in [*self._decoding.states, *self._prefilling]:
+        for state in [*self._decoding.states, *self._prefilling.states]:
             if state.pages is not None and self._cache.uses(state.pages, lost):
                 self._vacate(state, Phase.WAITING)
                 self._begin_anew(state)
@@ -433,7 +406,8 @@ class Scheduler:
 
     def _num_coming(self, state: RequestState) -> int:
         """Tokens of a request when all draws in flight are taken in."""
-        return len(state.tokens) + sum(flight.states.count(state) for flight in self._flights)
+        flights = [*self._flights, *self._prompts.flights]
+        return len(state.tokens) + sum(flight.states.count(state) for flight in flights)
 
     def _end(self, state: RequestState, finish: Finish, *, remember: bool = True) -> Output:
         """Finish a request wherever it stands. Results of its steps in flight will be ignored."""
@@ -451,6 +425,7 @@ class Scheduler:
     def _vacate(self, state: RequestState, phase: Phase, *, remember: bool = True) -> None:
         """Take row and pages from a request, remembering the prefix it computed as far as it is known."""
         assert state.pages is not None
+        self._prompts.note_leaving(state)
         if remember:
             computed = int(self._rows.computed[state.slot])
             self._cache.commit(state.pages, state.tokens, num_tokens=min(computed, len(state.tokens)))
@@ -459,7 +434,7 @@ class Scheduler:
             self._cache.discard(state.pages)
         self._rows.leave(state.slot)
         if state.phase is Phase.PREFILL:
-            self._prefilling.remove(state)
+            self._prefilling.states.remove(state)
         else:
             self._decoding.note_end()
         state.pages = None
@@ -468,12 +443,13 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that every request, slot and page is in one place only. For tests; slow."""
-        running = [state for state in self._decoding.states if state.phase is Phase.DECODE] + self._prefilling
+        decoding = [state for state in self._decoding.states if state.phase is Phase.DECODE]
+        running = decoding + self._prefilling.states
         pages = [state.pages for state in running if state.pages is not None]
         assert len(pages) == len(running)
         self._cache.check_invariants(pages)
         self._rows.check_invariants([state.slot for state in running])
-        assert len(self._prefilling) <= 1
+        self._prefilling.check_invariants(are_launched=bool(self._prompts))
         for line in (self._decoding.states, list(self._queue)):
             urgencies = [state.urgency for state in line]
             assert urgencies == sorted(urgencies, reverse=True), "a less urgent request goes first"
@@ -486,15 +462,16 @@ class Scheduler:
         assert len(compiling) == self._num_compiling
         everywhere = [*self._queue, *running, *draining, *compiling]
         assert sorted(map(id, everywhere)) == sorted(map(id, self._states.values()))
-        in_flight = [state for flight in self._flights for state in flight.states]
         for state in running:
-            computed = int(self._rows.computed[state.slot])
-            total = len(state.tokens) + in_flight.count(state)
+            computed, total = int(self._rows.computed[state.slot]), self._num_coming(state)
             assert computed <= int(self._rows.room[state.slot])
-            assert (total == computed + 1) if state.phase is Phase.DECODE else (computed < total)
+            if state.phase is Phase.DECODE:
+                assert total == computed + 1
+            else:
+                assert computed < total or not state.draws
         for state in [*self._queue, *draining]:
             assert state.pages is None
             assert state.slot == NO_SLOT
             assert len(state.tokens) <= state.limit
-        if self._states and not self._flights:
+        if self._states and not self.awaits_steps:
             assert not draining

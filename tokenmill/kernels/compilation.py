@@ -33,12 +33,15 @@ class ParallelCompilation:
     needs what is compiled here launches within `awaited`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, after: ParallelCompilation | None = None) -> None:
+        """With another one to come `after`, nothing that is compiled there is compiled here, and nothing at
+        all before `start`."""
         # The threads are free; they only start when there is work.
         self._threads = ThreadPoolExecutor(
             min(_MAX_THREADS, os.cpu_count() or 1), "tokenmill-compile", _use_device, (device,)
         )
-        self._mode = _Mode(self._threads)
+        self._mode: _Mode = _Mode(self._threads, known={} if after is None else after._mode.jobs)
+        self._starts_at_once = after is None
         self._is_done = False
 
     def __enter__(self) -> ParallelCompilation:
@@ -49,12 +52,17 @@ class ParallelCompilation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._mode.__exit__(kind, error, traceback)
+        if self._starts_at_once:
+            self._mode.start()
+
+    def start(self) -> None:
+        """Compile what was found so far."""
         self._mode.start()
 
     @property
     def num_kernels(self) -> int:
         """Kernels that were not compiled when they were launched."""
-        return len(self._mode.jobs)
+        return self._mode.num_kernels
 
     def awaited(self) -> AbstractContextManager[object]:
         """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
@@ -91,14 +99,20 @@ class ParallelCompilation:
 class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part only
     """Triton hands a kernel that it lacks to the mode that is active in the thread's context."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, known: Mapping[str, Future[Any]]) -> None:
         super().__init__(threads)
         self.jobs: dict[str, Future[Any]] = {}
+        self._known = known
         self._found: dict[str, Callable[[], None]] = {}  # not started yet
+
+    @property
+    def num_kernels(self) -> int:
+        """Started, or not yet."""
+        return len(self.jobs) + len(self._found)
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:
         """Take note of what is to be compiled; returning no kernel makes Triton skip the launch."""
-        if key not in self.jobs:
+        if key not in self.jobs and key not in self._known:
             self._found.setdefault(key, partial(_compile, compile_kernel, keep))
 
     def start(self) -> None:

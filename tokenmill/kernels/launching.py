@@ -1,21 +1,24 @@
 """What kernels are chosen by, beside their operands: whether launches are recorded to be replayed, when
 it does not matter what one costs the host; whether rows must get the same bits beside any others; whether
-a step is run to see how much memory steps may take."""
+a step is run to see how much memory steps may take; how many multiprocessors there are for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
+_Value = TypeVar("_Value")
 _REPLAYED = ContextVar("replayed", default=False)
 _INVARIANT = ContextVar("invariant", default=False)
 _MEASURED = ContextVar("measured", default=False)
+_PROCESSORS = ContextVar("processors", default=0)
 
 
 def replayed() -> AbstractContextManager[None]:
     """What is launched inside, on this thread, goes into a graph (or is compiled for one)."""
-    return _within(_REPLAYED)
+    return _within(_REPLAYED, True)
 
 
 def are_replayed() -> bool:
@@ -35,7 +38,7 @@ def is_invariant() -> bool:
 
 def measured() -> AbstractContextManager[None]:
     """What is launched inside, on this thread, tells how much memory a step of no more rows may take."""
-    return _within(_MEASURED)
+    return _within(_MEASURED, True)
 
 
 def is_measured() -> bool:
@@ -43,8 +46,18 @@ def is_measured() -> bool:
     return _MEASURED.get()
 
 
+def on_processors(count: int) -> AbstractContextManager[None]:
+    """What is launched inside, on this thread, has only so many multiprocessors of its device."""
+    return _within(_PROCESSORS, count)
+
+
+def given_processors() -> int:
+    """How many multiprocessors there are for what is launched; 0: all of the device."""
+    return _PROCESSORS.get()
+
+
 @contextmanager
-def _within(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
+def _within(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
     before = variable.set(value)
     try:
         yield

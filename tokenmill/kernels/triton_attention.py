@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.launching import given_processors
 from tokenmill.kernels.sizes import next_power_of_2
 
 LOG2_E = math.log2(math.e)  # weights are powers of two
@@ -33,9 +34,13 @@ class PagedRows:
     lengths_R: torch.Tensor
 
 
-@cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few where there is none but an interpreter of kernels."""
+    """Multiprocessors that there are for what is launched; a few where only an interpreter runs kernels."""
+    return given_processors() or _all_processors(device)
+
+
+@cache
+def _all_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

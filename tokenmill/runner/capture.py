@@ -49,8 +49,9 @@ class CapturePolicy:
     does not stop at every size. Graphs of different `kind` cannot stand in for each other.
     """
 
-    def __init__(self, most: int, *, row_seconds: float) -> None:
-        self._sizes = batch_sizes(most)
+    def __init__(self, most: int, *, row_seconds: float, fewest: int = 1) -> None:
+        """Graphs are for at least the `fewest` rows, or for as many as there can be."""
+        self._sizes = [size for size in batch_sizes(most) if size >= min(fewest, most)]
         self._doubling = [size for size in self._sizes if size & (size - 1) == 0 or size == most]
         self._row_seconds = row_seconds
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending

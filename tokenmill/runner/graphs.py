@@ -59,8 +59,17 @@ class DecodeGraphs:
     """Replays decode steps. Not thread-safe; owned by one runner."""
 
     def __init__(
-        self, executor: Executor, rows: Rows, mailbox: Mailbox, *, policy: CapturePolicy, recorder: Recorder
+        self,
+        executor: Executor,
+        rows: Rows,
+        mailbox: Mailbox,
+        *,
+        policy: CapturePolicy,
+        recorder: Recorder,
+        may_put_off: bool = True,
     ) -> None:
+        """Unless it `may_put_off` captures until `capture_wanted`, they come when the policy wants them."""
+        self._may_put_off = may_put_off
         self._executor = executor
         self._rows = rows
         self._mailbox = mailbox
@@ -135,7 +144,8 @@ class DecodeGraphs:
         now, unless another serves: then there is time for it at `capture_wanted`, but only until the policy
         wants one again, and none for late steps (no needs): nothing is launched before they are drawn.
         """
-        may_put_off = self._wanted is None and needs is not None and self._num_put_off < _MOST_PUT_OFF
+        may_put_off = self._may_put_off and self._wanted is None and needs is not None
+        may_put_off = may_put_off and self._num_put_off < _MOST_PUT_OFF
         size = self._policy.choose(num_rows, kind, may_put_off=may_put_off)
         if size is not None and (size, kind) not in self._graphs:
             serving = self._policy.serving(num_rows, kind)

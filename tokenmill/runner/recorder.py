@@ -77,11 +77,18 @@ class Recorder:
     All graphs share one memory pool, because they never run at the same time.
     """
 
-    def __init__(self, device: torch.device, kernels: ParallelCompilation | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        kernels: ParallelCompilation | None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`stream`: where steps are captured; None: one of its own, with all of the device."""
         self._device = device
         self._kernels = kernels
         self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream or torch.cuda.Stream(device)
         self._used = False
         self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive, whoever lets go of it
         self._num_bytes: int | None = 0  # None: not known since the last capture

@@ -43,6 +43,11 @@ class Results:
         self._ready = torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(device))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the step is done, so that nobody has to wait for it."""
+        return self._ready is None or self._ready.query()
+
     def wait(self) -> float:
         """Return when the step is done; how many seconds this call has waited for that."""
         began = time.perf_counter()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,45 +19,30 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, WrongState
 from tokenmill.hub import resolve
-from tokenmill.messages import EngineFacts, Request, StepPlan, StepResult, TokenMasks
+from tokenmill.messages import EngineFacts, Lane, Request, StepPlan, StepResult, TokenMasks
 from tokenmill.models import ModelSpec, read_spec
 from tokenmill.runner.batch import Rows
-from tokenmill.runner.capture import CapturePolicy, row_seconds
 from tokenmill.runner.cpu_threads import cpu_threads
 from tokenmill.runner.drawing import Sampled, Unsampled
 from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
-from tokenmill.runner.executor import Executor
-from tokenmill.runner.graphs import DecodeGraphs
+from tokenmill.runner.graph_sets import StepGraphs, open_graphs, open_lane_graphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import tokens_of, wishes
-from tokenmill.runner.mailbox import Mailbox
-from tokenmill.runner.masked_draws import MaskedDraws
+from tokenmill.runner.lanes import Lanes, can_part
 from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
-from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.quarantine import Quarantine
-from tokenmill.runner.recorder import Recorder, StepKind, longest_keys
+from tokenmill.runner.recorder import StepKind, longest_keys
 from tokenmill.runner.results import Results
 from tokenmill.runner.startup import Clock, awake, load
 from tokenmill.runner.weights import Weights
 from tokenmill.sampling import SamplingNeeds
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
 
 _log = logging.getLogger("tokenmill")
 
 
 # Drawn by its graph, up to its logits in a graph, or up to there in parts.
 _Work = DrawnPart | Unsampled | list[Part]
-
-
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    decodes: DecodeGraphs
-    prompts: PromptGraphs
-    draws: MaskedDraws
-    recorder: Recorder
 
 
 @dataclass(slots=True)
@@ -111,11 +96,27 @@ class LocalRunner:
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         num_parameters = self._weights.num_parameters
         self._open_graphs = partial(
-            _graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
+            open_graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
         )
         self._graphs = self._open_graphs()
+        self._lanes = Lanes(placement.device, num_parameters, loaded.lane_kernels)
+        self._lane_graphs: StepGraphs | None = None
+        self._open_lane_graphs = partial(
+            open_lane_graphs, self._executor, self._rows, placement, num_parameters, self._lanes
+        )
         self._profiler = Profiler(placement.device)
-        self._calls: dict[str, Callable[..., Any]] = {
+        self._calls = self._call_table()
+        clock.lap("pool")
+        follows = self._device.type == "cpu" and not placement.deterministic
+        self._threads = cpu_threads() if follows else None
+        self._launched: _Launched | None = None
+        self._in_flight: deque[Results] = deque()
+        self._prompts_in_flight: deque[Results] = deque()  # of the lane for them
+        _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
+        self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
+
+    def _call_table(self) -> dict[str, Callable[..., Any]]:
+        return {
             "memory": self._memory,
             "expect_masks": self._expect_masks,
             "start_profile": self._profiler.start,
@@ -127,13 +128,6 @@ class LocalRunner:
             "resume_memory": self._resume_memory,
             "open_graphs": self._reopen_graphs,
         }
-        clock.lap("pool")
-        follows = self._device.type == "cpu" and not placement.deterministic
-        self._threads = cpu_threads() if follows else None
-        self._launched: _Launched | None = None
-        self._in_flight: deque[Results] = deque()
-        _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
-        self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
 
     @property
     def preparation_seconds(self) -> float:
@@ -166,7 +160,8 @@ class LocalRunner:
         """Queue the forward pass of a step; nothing is waited for but kernels that are being compiled."""
         if self._threads is not None:
             self._threads.follow()
-        with torch.inference_mode(), self._awaited_kernels():
+        with torch.inference_mode(), self._awaited_kernels(), self._lanes.within(plan.lane):
+            self._lanes.order(plan)
             runnable = self._quarantine.start(plan)
             if runnable is None:
                 self._launched = _Launched(plan, plan, [])
@@ -181,7 +176,8 @@ class LocalRunner:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
-        with torch.inference_mode(), self._awaited_kernels():
+        in_flight = self._prompts_in_flight if step.plan.lane is Lane.PROMPTS else self._in_flight
+        with torch.inference_mode(), self._awaited_kernels(), self._lanes.within(step.plan.lane):
             match step.work:
                 case DrawnPart():
                     drawn = [step.work]
@@ -189,11 +185,21 @@ class LocalRunner:
                     drawn = self._draw_late(step.runnable, step.work, masks)
                 case list():
                     drawn = self._steps.draw(step.work, step.runnable, masks)
-            self._in_flight.append(self._send(step.plan, drawn))
+            in_flight.append(self._send(step.plan, drawn))
 
-    def collect(self) -> StepResult:
+    def part(self) -> bool:
+        """See `messages.Runner`."""
+        if self._lane_graphs is None and self._graphs is not None and self._lanes.are_open():
+            self._lane_graphs = self._open_lane_graphs()
+        return self._lane_graphs is not None
+
+    def has_prompts(self) -> bool:
+        """See `messages.Runner`."""
+        return self._prompts_in_flight[0].is_done
+
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         """Wait for the oldest step and return its tokens, and what else its rows asked for."""
-        results = self._in_flight.popleft()
+        results = (self._prompts_in_flight if lane is Lane.PROMPTS else self._in_flight).popleft()
         self._quarantine.collected(results.losses)
         try:
             seconds = results.wait()
@@ -215,8 +221,10 @@ class LocalRunner:
         if self._kernels is not None:
             self._kernels.cancel()
         self._close_graphs()
+        self._lanes.close()
         self._profiler.close()
         self._in_flight.clear()
+        self._prompts_in_flight.clear()
         self._launched = None
         del (
             self._executor,
@@ -225,6 +233,7 @@ class LocalRunner:
             self._steps,
             self._graphs,
             self._open_graphs,
+            self._open_lane_graphs,
             self._weights,
             self._calls,
         )
@@ -265,7 +274,8 @@ class LocalRunner:
 
     def _replay(self, plan: StepPlan) -> _Work | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
-        graphs, late = self._graphs, self._rows.extras.are_late(plan.slots) or self._rows.hides_stops(plan)
+        graphs = self._graphs if plan.lane is Lane.WHOLE else self._lane_graphs
+        late = self._rows.extras.are_late(plan.slots) or self._rows.hides_stops(plan)
         only_decodes = plan.num_decodes == len(plan.slots)
         if graphs is not None and only_decodes:
             made = graphs.decodes.replay(plan, late=late)
@@ -349,7 +359,9 @@ class LocalRunner:
         if self._graphs is not None:
             self._graphs.decodes.close()
             self._graphs.draws.close()
-        self._graphs = None
+        if self._lane_graphs is not None:
+            self._lane_graphs.decodes.close()
+        self._graphs = self._lane_graphs = None
 
     def _resume_memory(self, *, tag: str) -> None:
         """Take back what one tag names; graphs wait for `_reopen_graphs`."""
@@ -394,29 +406,6 @@ def _part(plan: StepPlan, sampled: Sampled) -> DrawnPart:
     return DrawnPart(plan, sampled, None, [], {}, slice(len(plan.slots)))
 
 
-def _graphs(
-    executor: Executor,
-    rows: Rows,
-    placement: Placement,
-    num_parameters: int,
-    vocab_size: int,
-    kernels: ParallelCompilation | None,
-) -> _Graphs | None:
-    if not placement.cuda_graphs:
-        return None
-    recorder = Recorder(placement.device, kernels)
-    most_rows = placement.max_running_requests
-    seconds = row_seconds(num_parameters)
-    policy = CapturePolicy(most_rows, row_seconds=seconds)
-    mailbox = Mailbox(num_lines=rows.num_inputs, most_rows=most_rows, device=placement.device)
-    return _Graphs(
-        DecodeGraphs(executor, rows, mailbox, policy=policy, recorder=recorder),
-        PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
-        MaskedDraws(rows, vocab_size=vocab_size, most_rows=most_rows, recorder=recorder),
-        recorder,
-    )
-
-
 def _facts(
     config: EngineConfig,
     spec: ModelSpec,
@@ -446,4 +435,5 @@ def _facts(
         weight_bytes=weights.num_bytes,
         cache_bytes=size.num_bytes,
         load_seconds=seconds,
+        has_lanes=can_part(placement),
     )

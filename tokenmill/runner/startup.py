@@ -16,6 +16,7 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.models import Model, ModelSpec, load_model
 from tokenmill.runner.hardware import Placement, wake
+from tokenmill.runner.lanes import can_part, decode_processors
 
 if TYPE_CHECKING:
     from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
@@ -67,6 +68,9 @@ class Loaded:
     placement: Placement  # with a step that fits beside the weights
     step_bytes: int  # that this step takes; 0 where nobody measured
     kernels: ParallelCompilation | None  # may be under way; None: there is nothing to compile
+    lane_kernels: ParallelCompilation | None = (
+        None  # of steps beside prompts, to be started; None: there are none
+    )
 
 
 def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placement, clock: Clock) -> Loaded:
@@ -95,4 +99,9 @@ def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placeme
         clock.lap("weights")
         placement, step_bytes = fit_step(scout, placement)
         clock.lap("measured")
-    return Loaded(model, placement, step_bytes, kernels)
+        lane_kernels = None
+        if can_part(placement):
+            num_parameters = sum(weight.numel() for weight in model.parameters())
+            lane_kernels = scout.find_beside(decode_processors(placement.device, num_parameters))
+            clock.lap("lanes")
+    return Loaded(model, placement, step_bytes, kernels, lane_kernels)

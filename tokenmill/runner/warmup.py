@@ -16,7 +16,7 @@ from tokenmill.attention.triton_backend import MANY_TOKENS
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
-from tokenmill.kernels.launching import measured
+from tokenmill.kernels.launching import measured, on_processors
 from tokenmill.kernels.linear import compile_tilings
 from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
 from tokenmill.kvcache.pool import PagePool
@@ -25,7 +25,7 @@ from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
-from tokenmill.runner.graphs import decode_draw, decode_forward, decode_logits
+from tokenmill.runner.graphs import Forwarded, decode_draw, decode_forward, decode_logits
 from tokenmill.runner.hardware import Placement
 from tokenmill.runner.mailbox import Mailbox
 from tokenmill.runner.prompt_graphs import PROMPTS_OF_LONG, StepShape, prompt_step, spare_inputs
@@ -145,6 +145,17 @@ class Scout:
         _log.debug("compiling %d kernels", compilation.num_kernels)
         return compilation
 
+    def find_beside(self, num_processors: int) -> ParallelCompilation:
+        """What decode steps launch in addition that have only so many multiprocessors; to be compiled yet."""
+        beside = ParallelCompilation(self._placement.device, after=self._compilation)
+        most = self._placement.max_running_requests
+        with beside, on_processors(num_processors):
+            for size in sorted({*_TILED, most}):
+                self._forward(size, StepKind())
+            self._forward(most, StepKind(longest=SHORT_KEYS))
+        _log.debug("%d more kernels beside prompts", beside.num_kernels)
+        return beside
+
     def measure(self, max_step_tokens: int) -> int:
         """Bytes that the largest steps take while they run; what is still compiled need not run for that."""
         with self._compilation:
@@ -181,9 +192,11 @@ class Scout:
         """A step as it is captured; the torch backend, which cannot be, has no kernels to compile either."""
         if self._placement.attention_backend != "triton":
             return
-        forwarded = decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
-        decode_draw(self._executor, self._rows, forwarded, needs, self._mailbox)
+        decode_draw(self._executor, self._rows, self._forward(size, kind), needs, self._mailbox)
         self._forget_tokens()
+
+    def _forward(self, size: int, kind: StepKind) -> Forwarded:
+        return decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
 
     def _prefill_many(self) -> None:
         """Steps so long that the last tokens of their prompts are read as rows are, and pieces put together.

@@ -1,0 +1,75 @@
+"""When prompts are computed beside the rows that decode, instead of in the same steps.
+
+Each side has processors of its own, then. Prompts keep theirs busy, whatever else there is to wait for, and
+steps of rows that decode are not as much slower as they have fewer: they wait for memory, and for one kernel
+after the other. Together both take 10 to 25 percent less time than one after the other. It helps only a job
+whose end comes sooner by the steps that are done meanwhile: those that decode must have more to draw than any
+that wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from tokenmill.core.plan import Flight
+from tokenmill.core.policy import PriorityQueue, WaitingQueue
+from tokenmill.core.request import Decoding, Phase, RequestState, Rows
+
+# Steps that rows do, roughly, while a full step of prompts is computed.
+_STEPS_BESIDE = 16
+
+
+class PromptLane:
+    """The steps of `Lane.PROMPTS` whose results were not taken in yet."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Flight, list[RequestState]]] = deque()  # with those whose prompts end
+        self._was_left = False
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def flights(self) -> list[Flight]:
+        """The oldest first."""
+        return [flight for flight, _ in self._steps]
+
+    def launched(self, flight: Flight, ending: list[RequestState]) -> None:
+        """One more, in which the prompts of some end."""
+        self._steps.append((flight, ending))
+
+    def done(self) -> tuple[Flight, list[RequestState]]:
+        """The oldest one, and whose prompts have ended, but for those who left meanwhile."""
+        flight, ending = self._steps.popleft()
+        return flight, [state for state in ending if state.phase is Phase.PREFILL]
+
+    def note_leaving(self, state: RequestState) -> None:
+        """Somebody gives up row and pages, which these steps may write to yet."""
+        self._was_left |= any(state in flight.chunks for flight in self.flights)
+
+    def was_left(self) -> bool:
+        """Whether somebody did so since this was asked last."""
+        was_left, self._was_left = self._was_left, False
+        return was_left
+
+
+def pay_apart(
+    queue: WaitingQueue | PriorityQueue,
+    prefilling: Sequence[RequestState],
+    decoding: Decoding,
+    rows: Rows,
+    max_step_tokens: int,
+) -> bool:
+    """Whether all that wait can run, a step is full of their prompts, and those that decode outlast them."""
+    if not len(decoding.slots) or not 0 < len(queue) <= rows.num_free:
+        return False
+    longest = queue.longest
+    if longest is None or rows.most_left(decoding.slots) < longest + _STEPS_BESIDE:
+        return False
+    num_tokens = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
+    for state in queue:
+        if num_tokens >= max_step_tokens:
+            break
+        num_tokens += state.num_prompt
+    return num_tokens >= max_step_tokens
