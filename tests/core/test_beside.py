@@ -1,0 +1,216 @@
+"""Prompts in a lane of their own, beside rows that decode: when, and that nobody gets other tokens for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.core.conftest import FakeMill, run_alone, tokens_of
+from tokenmill.core import beside
+from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
+from tokenmill.messages import Lane, Output, StepPlan, StepResult
+
+pytestmark = pytest.mark.unit
+
+Make = Callable[..., Any]
+MOST_IN_FLIGHT = 2
+
+
+class Runner:
+    """Hands plans on to a fake mill; prompts in a lane of their own take two decode steps, or with a seed as
+    long as chance will have it."""
+
+    preparation_seconds = 0.0
+
+    def __init__(self, mill: FakeMill, *, depth: int, seed: int | None, opens_at: int) -> None:
+        """Lanes are open when it was asked for them so often."""
+        self.facts = SimpleNamespace(steps_in_flight=depth, has_lanes=True)
+        self._mill = mill
+        self._random = None if seed is None else random.Random(seed)
+        self._num_beside = 0
+        self._opens_at = opens_at
+        self.plans: list[StepPlan] = []
+        self.num_prompts_in_flight = 0
+        self.now = 0.0  # a step takes a hundredth of a second
+
+    def part(self) -> bool:
+        self._opens_at -= 1
+        return self._opens_at < 0
+
+    def has_prompts(self) -> bool:
+        assert self.num_prompts_in_flight
+        return self._num_beside >= 2 if self._random is None else self._random.random() < 0.2
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        if plan.lane is Lane.PROMPTS:
+            self.num_prompts_in_flight += 1
+            assert self.num_prompts_in_flight <= MOST_IN_FLIGHT
+        assert (plan.lane is Lane.DECODES) <= (self.num_prompts_in_flight > 0)
+        self._mill.launch(plan)
+
+    def sample(self, masks: Any) -> None:
+        assert masks is None
+
+    def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
+        self.num_prompts_in_flight -= lane is Lane.PROMPTS
+        self._num_beside = 0 if lane is Lane.PROMPTS else self._num_beside + 1
+        self.now += 0.01
+        return self._mill.collect(lane)
+
+    def lanes(self) -> list[str]:
+        return [plan.lane.value for plan in self.plans]
+
+
+def run_loop(
+    world: Any,
+    requests: Sequence[Any],
+    *,
+    depth: int = 2,
+    seed: int | None = None,
+    opens_at: int = 0,
+    cancelled: Sequence[str] = (),
+) -> tuple[Runner, dict[str, list[Output]]]:
+    """The runner, and the outputs of each request; after every output one more is cancelled."""
+    inbox, ended = Inbox(), set()
+    outputs: dict[str, list[Output]] = {}
+    waiting = list(cancelled)
+
+    def deliver(delivered: Sequence[Output]) -> None:
+        for output in delivered:
+            outputs.setdefault(output.request_id, []).append(output)
+            if output.finish is not None:
+                ended.add(output.request_id)
+        if waiting:
+            inbox.put(Cancel([waiting.pop()]))
+        if len(ended) == len(requests):
+            inbox.put(Close())
+
+    grammars: Any = SimpleNamespace(close=lambda: None)
+    runner: Any = Runner(world.mill, depth=depth, seed=seed, opens_at=opens_at)
+    inbox.put(Submit(requests))
+    Loop(
+        runner,
+        world.scheduler,
+        world.cache,
+        grammars=grammars,
+        inbox=inbox,
+        deliver=deliver,
+        clock=lambda: runner.now,
+    ).run()
+    world.scheduler.check_invariants()
+    return runner, outputs
+
+
+def job(make_request: Make, outputs: Sequence[int], *, prompt: int = 8) -> list[Any]:
+    return [
+        make_request(str(at), [at // 5**place % 5 for place in range(prompt)], num_tokens, seed=at)
+        for at, num_tokens in enumerate(outputs)
+    ]
+
+
+def test_prompts_run_beside_rows_that_outlast_them(harness: Make, make_request: Make) -> None:
+    requests = job(make_request, [100, 60, 55, 50, 45, 40, 20, 10])
+    world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
+    runner, outputs = run_loop(world, requests)
+    lanes = runner.lanes()
+    assert lanes[0] == "whole"  # nobody decodes yet
+    # Two requests in each step: those of the first step decode while the others are computed.
+    assert lanes.count("prompts") == 3
+    assert lanes[1:3] == ["prompts", "decodes"]
+    beside = [plan for plan in runner.plans if plan.lane is Lane.PROMPTS]
+    assert [plan.counts.tolist() for plan in beside] == [[8, 8]] * 3
+    assert not any(plan.awaits_prompts for plan in runner.plans)
+    for request in requests:
+        assert tokens_of(outputs[request.id]) == run_alone(request)[0]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "max_rows", "policy"),
+    [
+        ([60] * 8, 8, None),  # those who wait would be the last to end
+        ([100, 60, 55, 50], 8, None),  # less than a step is left
+        ([100, 60, 55, 50, 45, 40, 20, 10], 6, None),  # some would have to wait for rows
+        ([100, 60, 55, 50, 45, 40, 20, 10], 8, "fcfs"),  # nobody knows who waits
+    ],
+)
+def test_prompts_that_gain_nothing_run_with_the_others(
+    harness: Make, make_request: Make, outputs: list[int], max_rows: int, policy: str | None
+) -> None:
+    world = harness(
+        num_pages=400, max_rows=max_rows, max_step_tokens=16, max_sequence_tokens=120, policy=policy
+    )
+    prompt = 8 if len(outputs) == 8 else 6
+    runner, _ = run_loop(world, job(make_request, outputs, prompt=prompt))
+    assert set(runner.lanes()) == {"whole"}
+
+
+def test_lanes_are_taken_as_soon_as_they_are_open(harness: Make, make_request: Make) -> None:
+    world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
+    runner, _ = run_loop(world, job(make_request, [100, 60, 55, 50, 45, 40, 20, 10]), opens_at=1)
+    assert runner.lanes().count("prompts") == 2
+    assert runner.lanes()[:2] == ["whole", "whole"]
+
+
+def test_a_row_that_leaves_its_prompt_is_waited_for(harness: Make, make_request: Make) -> None:
+    """Its pages may be written to until then, whoever has them."""
+    world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, lags=True)
+    first, second, third = job(make_request, [100, 50, 40])
+    world.submit(first)
+    world.launch()
+    world.submit(second, third)
+    assert world.launch_prompts() is not None
+    assert not world.launch().awaits_prompts
+    world.keep(world.scheduler.cancel([second.id]))
+    assert [world.launch().awaits_prompts for _ in range(2)] == [True, False]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 40)), min_size=2, max_size=16),
+    depth=st.integers(1, 3),
+    max_step_tokens=st.integers(8, 24),
+    num_pages=st.integers(16, 200),
+    seed=st.integers(0, 2**16),
+    opens_at=st.integers(0, 3),
+    lags=st.booleans(),
+    num_cancelled=st.integers(0, 3),
+)
+def test_nobody_gets_other_tokens(
+    harness: Make,
+    make_request: Make,
+    lengths: list[tuple[int, int]],
+    depth: int,
+    max_step_tokens: int,
+    num_pages: int,
+    seed: int,
+    opens_at: int,
+    lags: bool,
+    num_cancelled: int,
+) -> None:
+    """With room for few requests they preempt each other; some are cancelled."""
+    requests = [
+        make_request(str(at), [(at * place) % 5 for place in range(prompt)], most, seed=at, report_interval=3)
+        for at, (prompt, most) in enumerate(lengths)
+    ]
+    world = harness(num_pages=num_pages, max_step_tokens=max_step_tokens, policy=None, lags=lags, depth=depth)
+    cancelled = [request.id for request in requests[:num_cancelled]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beside, "_STEPS_BESIDE", -100)  # whoever outlasts whom
+        _, outputs = run_loop(world, requests, depth=depth, seed=seed, opens_at=opens_at, cancelled=cancelled)
+    for request in requests:
+        tokens, finish = run_alone(request)
+        told, last = tokens_of(outputs[request.id]), outputs[request.id][-1].finish
+        assert last is not None
+        if last.kind == "abort":
+            assert request.id in cancelled
+            assert told == tokens[: len(told)]
+        else:
+            assert (told, last) == (tokens, finish)
+    assert world.cache.num_used_pages == 0
