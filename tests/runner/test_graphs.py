@@ -19,6 +19,7 @@ from tokenmill.config import MOST_STEPS_IN_FLIGHT
 from tokenmill.messages import Lane
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
+from tokenmill.runner.lanes import Lanes
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import StepKind
 from tokenmill.runner.runner import LocalRunner
@@ -162,8 +163,9 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
     )
     runner._quarantine = Quarantine(runner._rows, torch.device("cpu"))
     runner._graphs = SimpleNamespace(
-        decodes=SimpleNamespace(replay=fail, rehearse_wanted=fail, capture_wanted=fail)
+        decodes=SimpleNamespace(replay=fail, wanted_seconds=1.0, rehearse_wanted=fail, capture_wanted=fail)
     )
+    runner._lanes, runner._lane_graphs = Lanes(torch.device("cpu"), 0, None), None
     plan = SimpleNamespace(slots=[0], num_decodes=1, lane=Lane.WHOLE)
     with caplog.at_level("WARNING", "tokenmill"):
         for _ in range(2):
@@ -176,6 +178,18 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
     assert "no captures today" in record.message
 
 
+def test_several_graphs_may_be_put_off(made: MadeGraphs) -> None:
+    """Each is captured when there is time for it, one after the other."""
+    made._most_wanted = 3
+    assert [made.size_for(rows) for rows in (9, 2, 4, 1)] == [16] * 4
+    while made.wanted_seconds:
+        made.rehearse_wanted()
+        made.capture_wanted()
+    sizes = [each for each in made.captured if isinstance(each, int)]
+    assert sizes == [16, 2, 4, 1]
+    assert [made.size_for(rows) for rows in (2, 4, 1)] == [2, 4, 1]
+
+
 def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
     """Nothing can be launched before they are drawn, so there will not be more time than now."""
     assert [made.size_for(rows, None) for rows in (9, 2)] == [16, 2]
@@ -183,7 +197,7 @@ def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
 
 def test_a_wanted_graph_for_which_there_is_no_memory(made: MadeGraphs) -> None:
     made.size_for(9)
-    made._wanted = 24, KIND, PLAIN
+    made._wanted[24, KIND] = PLAIN
     made.rehearse_wanted()
     made.capture_wanted()
     assert made.wanted_seconds == 0
@@ -209,7 +223,7 @@ def test_without_memory_for_an_end_a_larger_graph_that_has_it_serves(made: MadeG
 
 def test_a_step_is_not_kept_where_there_is_no_memory_for_its_end(made: MadeGraphs) -> None:
     made.size_for(9)
-    made._wanted = 2, KIND, PENALIZED
+    made._wanted[2, KIND] = PENALIZED
     made.capture_wanted()
     assert made.size_for(2) == 16
 

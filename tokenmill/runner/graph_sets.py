@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # In a lane: fewer rows take hardly less time, and do not stay so few.
 _FEWEST_ROWS = 64
+# Of a lane: what steps there lack is captured when rows that decode have the whole device again.
+_MOST_WANTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def open_lane_graphs(
                 most_rows, row_seconds=seconds * every / decoding.num_processors, fewest=_FEWEST_ROWS
             ),
             recorder=Recorder(device, None, stream=decoding.stream),
-            may_put_off=False,
+            most_wanted=_MOST_WANTED,
         ),
         PromptGraphs(
             executor,

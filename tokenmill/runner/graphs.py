@@ -66,24 +66,24 @@ class DecodeGraphs:
         *,
         policy: CapturePolicy,
         recorder: Recorder,
-        may_put_off: bool = True,
+        most_wanted: int = 1,
     ) -> None:
-        """Unless it `may_put_off` captures until `capture_wanted`, they come when the policy wants them."""
-        self._may_put_off = may_put_off
+        """`most_wanted`: captures that are put off at the same time, each until there is time for it."""
+        self._most_wanted = most_wanted
         self._executor = executor
         self._rows = rows
         self._mailbox = mailbox
         self._policy = policy
         self._recorder = recorder
         self._graphs: dict[tuple[int, StepKind], _Captured] = {}
-        # To be captured, while a larger one serves.
-        self._wanted: tuple[int, StepKind, SamplingNeeds] | None = None
+        # To be captured, with a draw, while larger ones serve.
+        self._wanted: dict[tuple[int, StepKind], SamplingNeeds] = {}
         self._num_put_off = 0  # since the last capture
 
     @property
     def wanted_seconds(self) -> float:
         """What `capture_wanted` could take; 0: no graph is wanted."""
-        return 0.0 if self._wanted is None else self._policy.seconds_to_spare
+        return self._policy.seconds_to_spare if self._wanted else 0.0
 
     def rehearse_wanted(self) -> None:
         """Let the device load what kernels it lacks of what is wanted; it does so only once all that it runs
@@ -91,21 +91,21 @@ class DecodeGraphs:
 
         Those of libraries are loaded when they are captured for the first time. One layer has them all.
         """
-        if self._wanted is None:
+        if not self._wanted:
             return
-        size, kind, needs = self._wanted
+        (size, kind), needs = next(iter(self._wanted.items()))
         with contextlib.suppress(torch.OutOfMemoryError):  # the capture itself will tell
             self._capture_draw(self._capture(size, kind, is_rehearsal=True), needs)
 
     def capture_wanted(self) -> None:
-        """Capture what larger graphs have stood in for."""
-        wanted, self._wanted = self._wanted, None
-        if wanted is not None:
-            self._capture_if_possible(*wanted)
+        """Capture the first that a larger graph has stood in for."""
+        if self._wanted:
+            size, kind = wanted = next(iter(self._wanted))
+            self._capture_if_possible(size, kind, self._wanted.pop(wanted))
 
     def forget_wanted(self) -> None:
-        """Want it again only when more padding was computed."""
-        self._wanted = None
+        """Want something again only when more padding was computed."""
+        self._wanted.clear()
         self._num_put_off += 1
 
     def close(self) -> None:
@@ -144,15 +144,16 @@ class DecodeGraphs:
         now, unless another serves: then there is time for it at `capture_wanted`, but only until the policy
         wants one again, and none for late steps (no needs): nothing is launched before they are drawn.
         """
-        may_put_off = self._may_put_off and self._wanted is None and needs is not None
-        may_put_off = may_put_off and self._num_put_off < _MOST_PUT_OFF
+        may_put_off = needs is not None and self._num_put_off < _MOST_PUT_OFF
+        may_put_off = may_put_off and len(self._wanted) < self._most_wanted
         size = self._policy.choose(num_rows, kind, may_put_off=may_put_off)
         if size is not None and (size, kind) not in self._graphs:
             serving = self._policy.serving(num_rows, kind)
             if serving is not None and may_put_off and needs is not None:
-                self._wanted, size = (size, kind, needs), serving
+                self._wanted[size, kind], size = needs, serving
             else:
-                self._wanted = None
+                if len(self._wanted) >= self._most_wanted:  # there was no time for them
+                    self._wanted.clear()
                 self._capture_if_possible(size, kind, needs)
                 size = self._policy.serving(num_rows, kind)
         if size is None:
@@ -191,7 +192,7 @@ class DecodeGraphs:
     def _stop(self, size: int) -> None:
         _log.warning("no memory is left to capture %d rows; no more graphs are captured", size)
         self._policy.stop()
-        self._wanted = None
+        self._wanted.clear()
 
     def _larger(self, num_rows: int, kind: StepKind, needs: SamplingNeeds | None) -> _Captured | None:
         """Where nothing more can be captured: the smallest graph that will do and has this end."""

@@ -26,6 +26,7 @@ from tokenmill.runner.cpu_threads import cpu_threads
 from tokenmill.runner.drawing import Sampled, Unsampled
 from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.graph_sets import StepGraphs, open_graphs, open_lane_graphs
+from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import tokens_of, wishes
 from tokenmill.runner.lanes import Lanes, can_part
@@ -132,26 +133,38 @@ class LocalRunner:
     @property
     def preparation_seconds(self) -> float:
         """See `messages.Runner`."""
-        return 0.0 if self._graphs is None else self._graphs.decodes.wanted_seconds
+        graphs, _ = self._wanting
+        return 0.0 if graphs is None else graphs.wanted_seconds
 
     def rehearse(self) -> None:
         """Load the kernels of the graph that larger ones have stood in for."""
-        if self._graphs is not None:
-            self._attempt(self._graphs.decodes.rehearse_wanted)
+        graphs, lane = self._wanting
+        if graphs is not None:
+            self._attempt(graphs.rehearse_wanted, lane)
 
     def prepare(self) -> None:
         """Capture that graph."""
-        if self._graphs is not None:
-            self._attempt(self._graphs.decodes.capture_wanted)
+        graphs, lane = self._wanting
+        if graphs is not None:
+            self._attempt(graphs.capture_wanted, lane)
 
     def put_off(self) -> None:
         """Forget that it is wanted."""
-        if self._graphs is not None:
-            self._graphs.decodes.forget_wanted()
+        graphs, _ = self._wanting
+        if graphs is not None:
+            graphs.forget_wanted()
 
-    def _attempt(self, capture: Callable[[], None]) -> None:
+    @property
+    def _wanting(self) -> tuple[DecodeGraphs | None, Lane]:
+        """Those that want a graph, and its lane; None: nobody does."""
+        for lane, graphs in ((Lane.WHOLE, self._graphs), (Lane.DECODES, self._lane_graphs)):
+            if graphs is not None and graphs.decodes.wanted_seconds:
+                return graphs.decodes, lane
+        return None, Lane.WHOLE
+
+    def _attempt(self, capture: Callable[[], None], lane: Lane) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._lanes.within(lane):
                 capture()
         except Exception as error:
             self._tell_of_graphs(error)
