@@ -131,6 +131,17 @@ def test_prompts_run_beside_rows_that_outlast_them(harness: Make, make_request: 
         assert tokens_of(outputs[request.id]) == run_alone(request)[0]
 
 
+def test_the_last_prompts_need_not_fill_a_step(harness: Make, make_request: Make) -> None:
+    """Rows that decode would wait for them; a few tokens are not worth it."""
+    for last, num_beside in ((5, 2), (3, 1)):
+        requests = job(make_request, [100, 60, 55, 50, 45])
+        requests[-1] = make_request("4", [4] * last, 45, seed=4)
+        world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
+        runner, outputs = run_loop(world, requests)
+        assert runner.lanes().count("prompts") == num_beside
+        assert all(tokens_of(outputs[each.id]) == run_alone(each)[0] for each in requests)
+
+
 @pytest.mark.parametrize(
     ("outputs", "max_rows", "policy"),
     [

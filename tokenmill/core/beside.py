@@ -18,6 +18,8 @@ from tokenmill.core.request import Decoding, Phase, RequestState, Rows
 
 # Steps that rows do, roughly, while a full step of prompts is computed.
 _STEPS_BESIDE = 16
+# Of a full step, what is worth one behind others: rows that decode need not wait for its end.
+_LEAST_SHARE = 0.25
 
 
 class PromptLane:
@@ -60,16 +62,22 @@ def pay_apart(
     decoding: Decoding,
     rows: Rows,
     max_step_tokens: int,
+    *,
+    are_apart: bool,
 ) -> bool:
-    """Whether all that wait can run, a step is full of their prompts, and those that decode outlast them."""
+    """Whether all that wait can run, a step is full of their prompts, and those that decode outlast them.
+
+    Where some `are_apart` already, a part of a step is enough.
+    """
     if not len(decoding.slots) or not 0 < len(queue) <= rows.num_free:
         return False
     longest = queue.longest
     if longest is None or rows.most_left(decoding.slots) < longest + _STEPS_BESIDE:
         return False
+    enough = max_step_tokens * (_LEAST_SHARE if are_apart else 1)
     num_tokens = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
     for state in queue:
-        if num_tokens >= max_step_tokens:
+        if num_tokens >= enough:
             break
         num_tokens += state.num_prompt
-    return num_tokens >= max_step_tokens
+    return num_tokens >= enough

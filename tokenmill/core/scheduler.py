@@ -215,7 +215,12 @@ class Scheduler:
         """Whether `plan_prompts` would be worth it; see `beside.py`."""
         self._decoding.refresh()
         return not self._num_late and pay_apart(
-            self._queue, self._prefilling.states, self._decoding, self._rows, self._limits.max_step_tokens
+            self._queue,
+            self._prefilling.states,
+            self._decoding,
+            self._rows,
+            self._limits.max_step_tokens,
+            are_apart=len(self._prompts) > 0,
         )
 
     def plan_prompts(self) -> StepPlan | None:
