@@ -1,6 +1,6 @@
 """Launch kernels on CPU tensors with a driver that only pretends, and print as JSON what became of them.
 
-    python compile_in_parallel.py afterwards | meanwhile | in_vain
+    python compile_in_parallel.py afterwards | meanwhile | in_vain | one_after_the_other
 
 Run as a script, because Triton cannot compile in a process that uses its interpreter.
 """
@@ -133,14 +133,29 @@ def in_vain(together: compilation.ParallelCompilation) -> dict[str, Any]:
     return {"compiled": sorted(compiled), "launched": launched, "threads": sorted(compiling_threads)}
 
 
+def one_after_the_other(together: compilation.ParallelCompilation) -> dict[str, Any]:
+    """Find what another compilation leaves out, and compile it when that is asked for."""
+    with together:
+        triton_norm.rms_norm(x, x[0], 1e-6)
+    later = compilation.ParallelCompilation(torch.device("cpu"), after=together)
+    with later:
+        launch_all()
+    together.wait()
+    before = list(compiled)
+    later.start()
+    later.wait()
+    launch_all()
+    return {"before": before, "kernels": later.num_kernels, "compiled": compiled, "launched": launched}
+
+
 def main() -> None:
     driver.set_active(Driver())
     compilation._use_device = lambda device: None
     compilation._MAX_THREADS = 16 if sys.argv[1] == "afterwards" else 1
     triton.knobs.compilation.listener = lambda src, **_: compiled.append(src.name)
     together = compilation.ParallelCompilation(torch.device("cpu"))
-    case = {"afterwards": afterwards, "meanwhile": meanwhile, "in_vain": in_vain}[sys.argv[1]]
-    json.dump(case(together), sys.stdout)
+    cases = (afterwards, meanwhile, in_vain, one_after_the_other)
+    json.dump({case.__name__: case for case in cases}[sys.argv[1]](together), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -51,3 +51,11 @@ def test_launches_run_when_no_thread_compiles_for_them(tmp_path: Path) -> None:
     assert result["launched"] == KERNELS * 2
     assert result["compiled"] == sorted(KERNELS)
     assert result["threads"] == ["MainThread"]
+
+
+def test_what_comes_later_compiles_what_is_missing_then(tmp_path: Path) -> None:
+    result = found("one_after_the_other", tmp_path)
+    assert result["before"] == KERNELS[:1]
+    assert result["kernels"] == 2
+    assert sorted(result["compiled"]) == sorted(KERNELS)
+    assert result["launched"][-6:] == KERNELS * 2

@@ -12,6 +12,7 @@ import torch
 from tokenmill.attention.base import StepLayout
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
+from tokenmill.kernels.launching import given_processors
 from tokenmill.models import read_spec
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.hardware import Placement
@@ -78,6 +79,25 @@ def test_a_scout_runs_every_kind_of_step(
     assert mixed
     longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}
     assert {min(count, context_length) for count in (2, 64, 512)} <= longest
+
+
+def test_a_scout_finds_the_steps_of_fewer_processors(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside prompts; tiles depend on the number of rows, in this measure."""
+    steps: list[tuple[int, int]] = []
+
+    def forward(self: Executor, token_ids_T: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        steps.append((given_processors(), len(token_ids_T)))
+        return torch.zeros(len(token_ids_T), 64)
+
+    monkeypatch.setattr(Executor, "forward", forward)
+    with torch.inference_mode():
+        found = scout(make_model(), context_length=256).find_beside(64)
+    assert {processors for processors, _ in steps} == {64}
+    assert {16, 32, 64, 128, 192, 256} <= {rows for _, rows in steps}
+    assert given_processors() == 0
+    found.cancel()
 
 
 @pytest.mark.parametrize(

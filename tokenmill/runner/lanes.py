@@ -104,6 +104,7 @@ class Lanes:
 
     def _open(self) -> None:
         assert self._kernels is not None
+        opened = None
         try:
             torch.cuda.set_device(self._device)
             opened = _GreenContexts(self._device, decode_processors(self._device, self._num_parameters))
@@ -111,6 +112,8 @@ class Lanes:
             self._kernels.wait()
         except Exception as error:
             _log.info("prompts are not computed beside rows that decode: %s", error)
+            if opened is not None:
+                opened.close()
             return
         sizes = {lane.value: each.num_processors for lane, each in opened.partitions.items()}
         _log.info("multiprocessors where prompts are computed beside rows that decode: %s", sizes)
