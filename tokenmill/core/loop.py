@@ -37,8 +37,8 @@ _REHEARSED_SHARE = 0.25
 _MOST_RESULTS = 3
 # Steps with prompts in a lane of their own: when one ends, another is there.
 _PROMPTS_IN_FLIGHT = 2
-# What it takes at most to plan and launch one of them; rows that decode have steps to run meanwhile.
-_PLANNING_SECONDS = 0.004
+# What it takes to plan and launch one of them, until it is known, and at most: longer, it was captured.
+_PLANNING_SECONDS, _MOST_PLANNING_SECONDS = 0.004, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,7 @@ class Loop:
         self._clock = clock
         self._deadlines = Deadlines(clock)
         self._step_clock = StepClock(clock)
+        self._planning_seconds = _PLANNING_SECONDS  # of the last step with prompts in a lane of their own
         self._expected: list[Request] = []  # wait for grammars; the runner is to get ready for them
         self._closing = False
 
@@ -180,7 +181,7 @@ class Loop:
         self._control.stepped()
 
     def _launch_prompts(self) -> None:
-        """Launch prompts beside the rows that decode, where that pays."""
+        """Launch prompts beside the rows that decode, where that pays; these have steps to run meanwhile."""
         scheduler, runner = self._scheduler, self._runner
         while (
             scheduler.num_prompts_in_flight < _PROMPTS_IN_FLIGHT
@@ -188,12 +189,14 @@ class Loop:
             and runner.part()
         ):
             if scheduler.num_prompts_in_flight:  # else they would take the prompts with them
-                self._launch_ahead(self._clock(), _PLANNING_SECONDS)
+                self._launch_ahead(self._clock(), self._planning_seconds)
+            began = self._clock()
             plan = scheduler.plan_prompts()
             if plan is None:
                 return
             runner.launch(plan)
             runner.sample(None)
+            self._planning_seconds = min(self._clock() - began, _MOST_PLANNING_SECONDS)
             self._watch.note(has_steps=True, has_requests=True)
 
     def _prepare(self) -> None:
