@@ -74,7 +74,7 @@ class Lanes:
         self._num_parameters = num_parameters
         self._kernels = kernels
         self._opening: threading.Thread | None = None
-        self._opened: _GreenContexts | None = None
+        self._opened: GreenContexts | None = None
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         # Of each lane: the others with steps that it was not made to wait for yet.
         self._unawaited: dict[Lane, set[Lane]] = {lane: set() for lane in Lane}
@@ -107,7 +107,7 @@ class Lanes:
         opened = None
         try:
             torch.cuda.set_device(self._device)
-            opened = _GreenContexts(self._device, decode_processors(self._device, self._num_parameters))
+            opened = GreenContexts(self._device, decode_processors(self._device, self._num_parameters))
             self._kernels.start()
             self._kernels.wait()
         except Exception as error:
@@ -155,7 +155,7 @@ class Lanes:
             self._opened = None
 
 
-class _GreenContexts:
+class GreenContexts:
     """Two partitions of a device, as CUDA's driver makes them: its manual, "Green Contexts"."""
 
     def __init__(self, device: torch.device, num_decode_processors: int) -> None:
