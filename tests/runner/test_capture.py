@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tokenmill.runner.capture import CapturePolicy, batch_sizes, row_seconds
+from tokenmill.runner.capture import CapturePolicy, batch_sizes, lane_sizes, row_seconds
 
 CAPTURE_SECONDS = 0.04
 ROW_SECONDS = 2.5e-6
@@ -32,6 +32,23 @@ class Costs:
             self.policy.captured(size, kind, seconds=CAPTURE_SECONDS)
         self.padding += (size - num_rows) * self.row_seconds
         return size
+
+
+@pytest.mark.parametrize("most", [1, 8, 63, 64, 65, 100, 256, 1024])
+def test_lanes_have_few_sizes(most: int) -> None:
+    """Rows that decode beside prompts soon become more; each number of them is served all the same."""
+    sizes = lane_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert len(sizes) <= 1 + len(batch_sizes(most)) / 2
+    policy = CapturePolicy(most, row_seconds=1.0, sizes=sizes)
+    for num_rows in range(1, most + 1):
+        size = policy.choose(num_rows, "plain")
+        assert size is not None
+        assert size in sizes
+        assert size >= num_rows
+        if policy.serving(num_rows, "plain") != size:
+            policy.captured(size, "plain", seconds=0.1)
 
 
 def test_no_graph_has_as_many_rows_as_products_are_slow_with() -> None:

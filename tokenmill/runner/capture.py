@@ -21,6 +21,8 @@ _SHARE_WAITED_FOR = 0.3
 # So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward, with 7 to 14
 # billion parameters.
 _SLOW_SIZE = 448
+# Of the steps of a lane: fewer rows take hardly less time, and so do a few less than this measure.
+_FEWEST_IN_LANE, _LANE_MEASURE = 64, 32
 # What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
 _FLOPS_PER_SECOND = 4e14
 _MIN_ROW_SECONDS = 1e-6
@@ -33,6 +35,12 @@ def batch_sizes(most: int) -> list[int]:
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, most, 64)]
     return [size for size in sizes if size < most and size != _SLOW_SIZE] + [most]
+
+
+def lane_sizes(most: int) -> list[int]:
+    """Sizes worth a graph in a lane: fewer, for rows that decode beside prompts soon become more."""
+    sizes = [size for size in batch_sizes(most) if size >= _FEWEST_IN_LANE and size % _LANE_MEASURE == 0]
+    return [size for size in sizes if size < most] + [most]
 
 
 def row_seconds(num_parameters: int) -> float:
@@ -49,9 +57,9 @@ class CapturePolicy:
     does not stop at every size. Graphs of different `kind` cannot stand in for each other.
     """
 
-    def __init__(self, most: int, *, row_seconds: float, fewest: int = 1) -> None:
-        """Graphs are for at least the `fewest` rows, or for as many as there can be."""
-        self._sizes = [size for size in batch_sizes(most) if size >= min(fewest, most)]
+    def __init__(self, most: int, *, row_seconds: float, sizes: Sequence[int] | None = None) -> None:
+        """`sizes`, ascending up to `most`, are those of `batch_sizes` where none are given."""
+        self._sizes = list(sizes or batch_sizes(most))
         self._doubling = [size for size in self._sizes if size & (size - 1) == 0 or size == most]
         self._row_seconds = row_seconds
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.messages import Lane
 from tokenmill.runner.batch import Rows
-from tokenmill.runner.capture import CapturePolicy, row_seconds
+from tokenmill.runner.capture import CapturePolicy, lane_sizes, row_seconds
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement
@@ -20,8 +20,6 @@ from tokenmill.runner.recorder import Recorder
 if TYPE_CHECKING:
     from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
 
-# In a lane: fewer rows take hardly less time, and do not stay so few.
-_FEWEST_ROWS = 64
 # Of a lane: what steps there lack is captured when rows that decode have the whole device again.
 _MOST_WANTED = 16
 
@@ -83,7 +81,9 @@ def open_lane_graphs(
             rows,
             Mailbox(num_lines=rows.num_inputs, most_rows=most_rows, device=device),
             policy=CapturePolicy(
-                most_rows, row_seconds=seconds * every / decoding.num_processors, fewest=_FEWEST_ROWS
+                most_rows,
+                row_seconds=seconds * every / decoding.num_processors,
+                sizes=lane_sizes(most_rows),
             ),
             recorder=Recorder(device, None, stream=decoding.stream),
             most_wanted=_MOST_WANTED,

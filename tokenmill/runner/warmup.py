@@ -23,6 +23,7 @@ from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
 from tokenmill.models import ModelSpec, build_model
 from tokenmill.runner.batch import Rows
+from tokenmill.runner.capture import lane_sizes
 from tokenmill.runner.eager import EagerSteps
 from tokenmill.runner.executor import Executor, layer_shapes
 from tokenmill.runner.graphs import Forwarded, decode_draw, decode_forward, decode_logits
@@ -150,7 +151,7 @@ class Scout:
         beside = ParallelCompilation(self._placement.device, after=self._compilation)
         most = self._placement.max_running_requests
         with beside, on_processors(num_processors):
-            for size in sorted({*_TILED, most}):
+            for size in sorted(set(lane_sizes(most)) & {*_TILED, most}):
                 self._forward(size, StepKind())
             self._forward(most, StepKind(longest=SHORT_KEYS))
         _log.debug("%d more kernels beside prompts", beside.num_kernels)
