@@ -47,7 +47,7 @@ class Letters:
 
 
 def make_facts(**changes: Any) -> EngineFacts:
-    kinds: dict[str, Any] = {"int": 1, "str": "x", "float": 0.0, "tuple[int, ...]": ()}
+    kinds: dict[str, Any] = {"int": 1, "str": "x", "float": 0.0, "bool": False, "tuple[int, ...]": ()}
     values = {entry.name: kinds[str(entry.type)] for entry in dataclasses.fields(EngineFacts)}
     values |= {
         "vocab_size": VOCAB,
