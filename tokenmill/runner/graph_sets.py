@@ -30,6 +30,12 @@ class StepGraphs:
 
     decodes: DecodeGraphs
     prompts: PromptGraphs
+    recorders: tuple[Recorder, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that they hold."""
+        return sum(recorder.num_bytes for recorder in self.recorders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,6 @@ class Graphs(StepGraphs):
     """With what draws under masks, which is done with the whole device only."""
 
     draws: MaskedDraws
-    recorder: Recorder
 
 
 def open_graphs(
@@ -62,8 +67,8 @@ def open_graphs(
             recorder=recorder,
         ),
         PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
+        (recorder,),
         MaskedDraws(rows, vocab_size=vocab_size, most_rows=most_rows, recorder=recorder),
-        recorder,
     )
 
 
@@ -75,6 +80,7 @@ def open_lane_graphs(
     most_rows, device = placement.max_running_requests, placement.device
     decoding, prompting = lanes.partitions[Lane.DECODES], lanes.partitions[Lane.PROMPTS]
     every, seconds = decoding.num_processors + prompting.num_processors, row_seconds(num_parameters)
+    recorders = tuple(Recorder(device, None, stream=part.stream) for part in (decoding, prompting))
     return StepGraphs(
         DecodeGraphs(
             executor,
@@ -85,7 +91,7 @@ def open_lane_graphs(
                 row_seconds=seconds * every / decoding.num_processors,
                 sizes=lane_sizes(most_rows),
             ),
-            recorder=Recorder(device, None, stream=decoding.stream),
+            recorder=recorders[0],
             most_wanted=_MOST_WANTED,
         ),
         PromptGraphs(
@@ -93,6 +99,7 @@ def open_lane_graphs(
             rows,
             row_seconds=seconds,
             most_rows=most_rows,
-            recorder=Recorder(device, None, stream=prompting.stream),
+            recorder=recorders[1],
         ),
+        recorders,
     )

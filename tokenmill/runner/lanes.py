@@ -107,13 +107,13 @@ class Lanes:
         opened = None
         try:
             torch.cuda.set_device(self._device)
-            opened = GreenContexts(self._device, decode_processors(self._device, self._num_parameters))
+            opened = take_contexts(self._device, decode_processors(self._device, self._num_parameters))
             self._kernels.start()
             self._kernels.wait()
         except Exception as error:
             _log.info("prompts are not computed beside rows that decode: %s", error)
             if opened is not None:
-                opened.close()
+                give_back(opened)
             return
         sizes = {lane.value: each.num_processors for lane, each in opened.partitions.items()}
         _log.info("multiprocessors where prompts are computed beside rows that decode: %s", sizes)
@@ -151,18 +151,22 @@ class Lanes:
             self._opening.join()
         self._streams = {}
         if self._opened is not None:
-            self._opened.close()
+            give_back(self._opened)
             self._opened = None
 
 
 class GreenContexts:
-    """Two partitions of a device, as CUDA's driver makes them: its manual, "Green Contexts"."""
+    """Two partitions of a device, as CUDA's driver makes them: its manual, "Green Contexts".
+
+    They stay until the process ends.
+    """
 
     def __init__(self, device: torch.device, num_decode_processors: int) -> None:
         from cuda.bindings import driver  # torch depends on it, where it is built for CUDA
 
         self._driver = driver
-        self._made: list[tuple[Any, Any]] = []  # context and stream
+        self.device = device
+        self.num_decode_processors = num_decode_processors
         self.partitions: dict[Lane, Partition] = {}
         number = self._checked(driver.cuDeviceGet(device.index or 0))
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
@@ -176,7 +180,6 @@ class GreenContexts:
             context = self._checked(driver.cuGreenCtxCreate(description, number, flags))
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
             stream = self._checked(driver.cuGreenCtxStreamCreate(context, flags, priority))
-            self._made.append((context, stream))
             self.partitions[lane] = Partition(
                 torch.cuda.ExternalStream(int(stream), device=device), int(resource.sm.smCount)
             )
@@ -188,9 +191,22 @@ class GreenContexts:
             raise RuntimeError(f"CUDA does not part the device ({code})")
         return made[0] if len(made) == 1 else made
 
-    def close(self) -> None:
-        """Give back what was made."""
-        for context, stream in self._made:
-            self._driver.cuStreamDestroy(stream)
-            self._driver.cuGreenCtxDestroy(context)
-        self._made.clear()
+
+# Of engines that are closed, for those to come: torch and cuBLAS keep memory for every stream that was used.
+_spare: list[GreenContexts] = []
+_lock = threading.Lock()
+
+
+def take_contexts(device: torch.device, num_decode_processors: int) -> GreenContexts:
+    """Partitions that nobody else in the process uses. Raises RuntimeError where CUDA cannot make any."""
+    with _lock:
+        for at, spare in enumerate(_spare):
+            if (spare.device, spare.num_decode_processors) == (device, num_decode_processors):
+                return _spare.pop(at)
+    return GreenContexts(device, num_decode_processors)
+
+
+def give_back(contexts: GreenContexts) -> None:
+    """Leave partitions to others; what was launched there may be under way."""
+    with _lock:
+        _spare.append(contexts)

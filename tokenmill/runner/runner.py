@@ -407,7 +407,9 @@ class LocalRunner:
         free, total = torch.cuda.mem_get_info(self._device)
         return {
             "cache_bytes": self._executor.pool.num_bytes,
-            "graph_bytes": 0 if self._graphs is None else self._graphs.recorder.num_bytes,
+            "graph_bytes": sum(
+                each.num_bytes for each in (self._graphs, self._lane_graphs) if each is not None
+            ),
             "allocated_bytes": torch.cuda.memory_allocated(self._device),
             "free_bytes": free,
             "total_bytes": total,
