@@ -267,7 +267,9 @@ def test_a_shape_gets_a_graph_when_it_has_come_often(
         assert graphs_on_the_cpu.replayed == 2
 
 
+@pytest.mark.parametrize("waits_for_compilers", [False, True])
 def test_a_larger_graph_serves_until_a_shape_has_its_own(
+    waits_for_compilers: bool,
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
     graphs_on_the_cpu: GraphCalls,
@@ -276,6 +278,9 @@ def test_a_larger_graph_serves_until_a_shape_has_its_own(
     monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 1)
     # As long as it takes to pad 16 tokens to 32 twice, and half of that.
     graphs_on_the_cpu.capture_seconds = 2.5 * 16e-6
+    if waits_for_compilers:  # those that come later need not wait for them
+        monkeypatch.setattr(prompt_graphs, "LONGEST_CAPTURE_SECONDS", 2.5 * 16e-6)
+        graphs_on_the_cpu.capture_seconds = 100.0
     folder, (prompt, *_) = make_model("llama", num_hidden_layers=1), prompts(6)
     greedy = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     with uncached(folder) as engine:

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 # A first guess of what a capture costs; each capture tells better.
 FIRST_CAPTURE_SECONDS = 0.05
 # What captures take at most; longer, one had to wait for something that those behind it need not wait for.
-_LONGEST_SECONDS = 0.1
+LONGEST_CAPTURE_SECONDS = 0.1
 # How slowly one that took long is forgotten, by those behind it that took less.
 _REMEMBERED = 0.9
 # Of a capture that is put off until the device has steps to run meanwhile (see `Loop`), the share that steps
@@ -98,7 +98,7 @@ class CapturePolicy:
     def captured(self, size: int, kind: Hashable, *, seconds: float) -> None:
         """Take note of a graph, and of what it took to capture."""
         bisect.insort(self._captured[kind], size)
-        self.capture_seconds = min(seconds, _LONGEST_SECONDS)
+        self.capture_seconds = min(seconds, LONGEST_CAPTURE_SECONDS)
         self._longest_seconds = max(self.capture_seconds, _REMEMBERED * self._longest_seconds)
 
     def stop(self) -> None:

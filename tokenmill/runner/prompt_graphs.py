@@ -25,7 +25,7 @@ import torch
 from tokenmill.attention.base import StepLayout
 from tokenmill.messages import IntArray, LongArray, StepPlan
 from tokenmill.runner.batch import Rows, positions
-from tokenmill.runner.capture import FIRST_CAPTURE_SECONDS, at_least
+from tokenmill.runner.capture import FIRST_CAPTURE_SECONDS, LONGEST_CAPTURE_SECONDS, at_least
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
 from tokenmill.sampling import SamplingNeeds, sample
@@ -194,7 +194,7 @@ class PromptGraphs:
             if captured is None:
                 return larger
             self._graphs[shape] = captured
-            self._capture_seconds = captured.graph.seconds
+            self._capture_seconds = min(captured.graph.seconds, LONGEST_CAPTURE_SECONDS)
         return shape
 
     def _is_due(self, shape: StepShape, larger: StepShape | None) -> bool:
