@@ -424,6 +424,14 @@ class SamplingParams:
         """Whether the output may end by what its text says."""
         return bool(self.stop or self.stop_regex)
 
+    def with_length(self, max_new_tokens: int) -> SamplingParams:
+        """The same with another length, at least `min_new_tokens`; nothing is checked again."""
+        other = object.__new__(SamplingParams)
+        for name, _, _ in _CHECKS:
+            object.__setattr__(other, name, getattr(self, name))
+        object.__setattr__(other, "max_new_tokens", max_new_tokens)
+        return other
+
     @classmethod
     def from_value(
         cls, value: Any, *, index: int | None = None, defaults: Mapping[str, Any] | None = None

@@ -360,6 +360,48 @@ def test_equal_parameters_are_read_once() -> None:
     assert (shared.json_schema, own.json_schema) == ('{"type":"string"}', '{"type":"null"}')
 
 
+LENGTHS = st.sampled_from([0, 1, 2, 3, 7, -1, None, True, 2.0, "4"])
+OTHERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.5},
+    {"temperature": 0.5, "min_new_tokens": 2},
+    {"min_new_tokens": 0, "stop_token_ids": [1]},
+    {"ignore_eos": True, "top_k": 5},
+    {"top_k": 0},
+)
+
+
+def told(request: Any) -> tuple[Any, ...]:
+    return (
+        dataclasses.asdict(request.params),
+        request.max_new_tokens,
+        request.stop_ids,
+        request.held_ids,
+        request.report_interval,
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from(OTHERS), LENGTHS, st.booleans()), min_size=1, max_size=8))
+def test_parameters_that_differ_in_their_length_are_read_as_if_alone(items: Any) -> None:
+    """So are those that are wrong: the first of them is named."""
+    params = [others | {"max_new_tokens": length} if given else others for others, length, given in items]
+    alone: list[Any] = []
+    fault: Exception | None = None
+    for each in params:
+        try:
+            alone.append(told(read("a", each).requests[0]))
+        except InvalidArgument as error:
+            fault = error
+            break
+    if fault is None:
+        assert [told(each) for each in read(["a"] * len(params), params).requests] == alone
+        return
+    with pytest.raises(InvalidArgument) as raised:
+        read(["a"] * len(params), params)
+    assert type(raised.value) is type(fault)
+    assert str(raised.value) == str(fault).replace("sampling_params", f"sampling_params[{len(alone)}]", 1)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "kind", "words"),
     [

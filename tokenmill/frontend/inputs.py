@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields, replace
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -34,9 +34,10 @@ from tokenmill.frontend.prompts import Prompts, plain_rows, read_prompts, token_
 from tokenmill.frontend.request_ids import request_ids
 from tokenmill.frontend.seeds import Seeds
 from tokenmill.frontend.sessions import NO_SESSION, Continuation
+from tokenmill.frontend.settings import KnownSettings, Settings
 from tokenmill.frozen import lightly_frozen
 from tokenmill.garbage import uncollected
-from tokenmill.messages import EngineFacts, Grammar, IntArray, LogprobOptions, Request
+from tokenmill.messages import EngineFacts, IntArray, LogprobOptions, Request
 from tokenmill.sampling_params import SamplingParams, show
 
 _log = logging.getLogger("tokenmill")
@@ -46,7 +47,6 @@ _STOP_SEARCH_INTERVAL = 4
 # The same where log-probabilities are to come: what came of them is made into results while more is computed.
 _LOGPROB_INTERVAL = 64
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
-_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 _NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -81,18 +81,6 @@ class Job:
 
 
 _behind_requests = attrgetter(*(each.name for each in fields(Job)[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Sampling parameters of one prompt, with what follows from them and the model."""
-
-    params: SamplingParams
-    is_length_explicit: bool
-    stop_ids: tuple[int, ...]
-    held_ids: tuple[int, ...]  # held back until `min_new_tokens` are out
-    report_interval: int
-    grammar: Grammar | None
 
 
 class InputReader:
@@ -253,15 +241,8 @@ class InputReader:
                 f"sampling_params has length {len(value)}, but {prompts.name} has length {count}; "
                 "give one dict for all, or one for each"
             )
-        known: dict[Hashable, Settings] = {}
-
-        def settings_of(index: int, item: Any) -> Settings:
-            key = content_of(item)
-            if key not in known:
-                known[key] = self.settings(item, index, stream=stream)
-            return known[key]
-
-        settings = self._completed(value, faults.each("sampling_params", value, settings_of, None))
+        known = KnownSettings(lambda index, item: self.settings(item, index, stream=stream))
+        settings = self._completed(value, faults.each("sampling_params", value, known.settings, None))
         for index, each in enumerate(settings):
             if each.params.n != settings[0].params.n:
                 raise InvalidArgument(
@@ -425,20 +406,6 @@ class _Numbers:
     id: str
     seed: int
     max_new_tokens: int
-
-
-def content_of(params: Any) -> Hashable:
-    """Equal for sampling parameters that say the same; cheap, so it looks into plain dicts only.
-
-    What a dict holds must live as long as the key: of lists, schemas and the like it is their identity.
-    """
-    if type(params) is not dict:
-        return id(params)
-    types = tuple(map(type, params.values()))  # True and 1.0 are equal to 1, but not the same as it
-    if _PLAIN_TYPES.issuperset(types):
-        return tuple(params.items()), types
-    shown = [value if type(value) in _PLAIN_TYPES else id(value) for value in params.values()]
-    return tuple(zip(params, shown, strict=True)), types
 
 
 def _request(

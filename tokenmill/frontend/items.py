@@ -16,11 +16,12 @@ import numpy as np
 from tokenmill.errors import InvalidArgument, RowError, UnknownArgument, WrongType, did_you_mean, reading
 from tokenmill.frontend.chat import ChatOptions, ChatTemplate
 from tokenmill.frontend.failures import row_error
-from tokenmill.frontend.inputs import InputReader, Job, Settings, content_of
+from tokenmill.frontend.inputs import InputReader, Job
 from tokenmill.frontend.insight import HiddenStatesFormat
 from tokenmill.frontend.options import MEDIA, GenerateOptions, RequestOptions, read_options, state_format
 from tokenmill.frontend.prompt_lint import PromptLint
 from tokenmill.frontend.prompts import plain_rows, token_ids
+from tokenmill.frontend.settings import Settings, content_of
 from tokenmill.frontend.turns import Turns
 from tokenmill.messages import EngineFacts, IntArray
 from tokenmill.sampling_params import SamplingParams, show
