@@ -146,9 +146,9 @@ def test_the_last_prompts_need_not_fill_a_step(harness: Make, make_request: Make
     ("outputs", "max_rows", "policy"),
     [
         ([60] * 8, 8, None),  # those who wait would be the last to end
+        ([60, 55, 20, 10, 5, 5, 100, 5], 8, "fcfs"),  # one of them
         ([100, 60, 55, 50], 8, None),  # less than a step is left
         ([100, 60, 55, 50, 45, 40, 20, 10], 6, None),  # some would have to wait for rows
-        ([100, 60, 55, 50, 45, 40, 20, 10], 8, "fcfs"),  # nobody knows who waits
     ],
 )
 def test_prompts_that_gain_nothing_run_with_the_others(
@@ -167,6 +167,36 @@ def test_lanes_are_taken_as_soon_as_they_are_open(harness: Make, make_request: M
     runner, _ = run_loop(world, job(make_request, [100, 60, 55, 50, 45, 40, 20, 10]), opens_at=1)
     assert runner.lanes().count("prompts") == 2
     assert runner.lanes()[:2] == ["whole", "whole"]
+
+
+def test_chunks_of_a_prompt_are_taken_in_one_after_the_other(harness: Make, make_request: Make) -> None:
+    """What is shown of a prompt comes in its order."""
+    world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=130, depth=3)
+    first, second = job(make_request, [100, 50], prompt=24)
+    world.submit(first, second)
+    world.launch()
+    assert not world.scheduler.may_take_in_prompts
+    world.launch()  # ends the first prompt, begins the second one
+    world.launch_prompts()
+    world.launch()
+    for _ in range(2):
+        assert not world.scheduler.may_take_in_prompts
+        world.take_in()
+    assert world.scheduler.may_take_in_prompts
+    world.take_in()
+    assert world.scheduler.may_take_in_prompts
+    world.take_in(Lane.PROMPTS)
+    assert not world.scheduler.may_take_in_prompts
+
+
+def test_those_who_ran_before_go_on_with_the_others(harness: Make, make_request: Make) -> None:
+    world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120)
+    world.submit(*job(make_request, [100, 60, 20, 20]))
+    world.launch()
+    assert world.scheduler.prompts_pay_apart
+    world.take_in()
+    world.scheduler.retract_all()
+    assert not world.scheduler.prompts_pay_apart
 
 
 def test_a_row_that_leaves_its_prompt_is_waited_for(harness: Make, make_request: Make) -> None:

@@ -190,6 +190,14 @@ def test_several_graphs_may_be_put_off(made: MadeGraphs) -> None:
     assert [made.size_for(rows) for rows in (2, 4, 1)] == [2, 4, 1]
 
 
+def test_what_is_captured_at_once_is_not_wanted_any_more(made: MadeGraphs) -> None:
+    made._most_wanted = 3
+    assert [made.size_for(rows) for rows in (9, 2)] == [16, 16]
+    made._policy._padding_seconds = 1.0  # a late step, for which there will not be more time
+    assert made.size_for(2, None) == 2
+    assert made.wanted_seconds == 0
+
+
 def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
     """Nothing can be launched before they are drawn, so there will not be more time than now."""
     assert [made.size_for(rows, None) for rows in (9, 2)] == [16, 2]

@@ -61,6 +61,18 @@ def test_a_step_waits_for_prompts_once_where_it_has_to() -> None:
     assert waits(launched) == [set(), set(), {PROMPTS}, set()]
 
 
+def test_other_work_is_waited_for_like_a_step() -> None:
+    lanes: Any = Lanes(torch.device("cpu"), 0, None)
+    lanes._streams = {lane: Stream(lane) for lane in Lane}
+    for lane in (DECODES, PROMPTS, DECODES):
+        lanes.order(SimpleNamespace(lane=lane, awaits_prompts=False))
+    lanes.note_other_work()
+    for lane in (PROMPTS, DECODES):
+        lanes._streams[lane].awaited.clear()
+        lanes.order(SimpleNamespace(lane=lane, awaits_prompts=False))
+        assert WHOLE in lanes._streams[lane].awaited
+
+
 def test_nothing_waits_before_lanes_are_open() -> None:
     lanes = Lanes(torch.device("cpu"), 0, None)
     plan: Any = SimpleNamespace(lane=WHOLE, awaits_prompts=False)

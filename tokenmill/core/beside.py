@@ -10,7 +10,8 @@ that wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tokenmill.core.plan import Flight
 from tokenmill.core.policy import PriorityQueue, WaitingQueue
@@ -22,11 +23,18 @@ _STEPS_BESIDE = 16
 _LEAST_SHARE = 0.25
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    flight: Flight
+    ending: list[RequestState]  # whose prompts end in it
+    behind: Flight | None  # the newest of the other steps that were in flight when it was launched
+
+
 class PromptLane:
     """The steps of `Lane.PROMPTS` whose results were not taken in yet."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Flight, list[RequestState]]] = deque()  # with those whose prompts end
+        self._steps: deque[_Step] = deque()
         self._was_left = False
 
     def __len__(self) -> int:
@@ -35,16 +43,21 @@ class PromptLane:
     @property
     def flights(self) -> list[Flight]:
         """The oldest first."""
-        return [flight for flight, _ in self._steps]
+        return [step.flight for step in self._steps]
 
-    def launched(self, flight: Flight, ending: list[RequestState]) -> None:
-        """One more, in which the prompts of some end."""
-        self._steps.append((flight, ending))
+    def launched(self, flight: Flight, ending: list[RequestState], *, behind: Flight | None) -> None:
+        """One more, in which the prompts of some end; `behind` is the newest of the other steps in flight."""
+        self._steps.append(_Step(flight, ending, behind))
+
+    def is_next(self, others: Iterable[Flight]) -> bool:
+        """Whether none of the other steps in flight was launched before the oldest one here: chunks of a
+        prompt are taken in one after the other."""
+        return bool(self._steps) and all(flight is not self._steps[0].behind for flight in others)
 
     def done(self) -> tuple[Flight, list[RequestState]]:
         """The oldest one, and whose prompts have ended, but for those who left meanwhile."""
-        flight, ending = self._steps.popleft()
-        return flight, [state for state in ending if state.phase is Phase.PREFILL]
+        step = self._steps.popleft()
+        return step.flight, [state for state in step.ending if state.phase is Phase.PREFILL]
 
     def note_leaving(self, state: RequestState) -> None:
         """Somebody gives up row and pages, which these steps may write to yet."""
@@ -57,7 +70,7 @@ class PromptLane:
 
 
 def pay_apart(
-    queue: WaitingQueue | PriorityQueue,
+    waiting: WaitingQueue | PriorityQueue,
     prefilling: Sequence[RequestState],
     decoding: Decoding,
     rows: Rows,
@@ -69,15 +82,13 @@ def pay_apart(
 
     Where some `are_apart` already, a part of a step is enough.
     """
-    if not len(decoding.slots) or not 0 < len(queue) <= rows.num_free:
+    if not len(decoding.slots) or not 0 < len(waiting) <= rows.num_free:
         return False
-    longest = queue.longest
-    if longest is None or rows.most_left(decoding.slots) < longest + _STEPS_BESIDE:
+    if any(state.num_retractions for state in waiting):  # those who ran before go first
         return False
     enough = max_step_tokens * (_LEAST_SHARE if are_apart else 1)
     num_tokens = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
-    for state in queue:
-        if num_tokens >= enough:
-            break
-        num_tokens += state.num_prompt
-    return num_tokens >= enough
+    if num_tokens + sum(state.num_prompt for state in waiting) < enough:
+        return False
+    longest = max(state.limit - state.num_prompt for state in waiting)
+    return rows.most_left(decoding.slots) >= longest + _STEPS_BESIDE

@@ -176,7 +176,7 @@ class Loop:
                     self._collect()
             else:
                 self._collect(Lane.PROMPTS)
-        while scheduler.num_prompts_in_flight and self._runner.has_prompts():
+        while scheduler.may_take_in_prompts and self._runner.has_prompts():
             self._collect(Lane.PROMPTS)
         self._control.stepped()
 

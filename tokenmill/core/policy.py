@@ -32,7 +32,6 @@ class Policy(Protocol):
     """
 
     window: int
-    is_longest_first: bool  # whether nobody in a window may draw more tokens than the first
 
     def ordered(self, requests: list[RequestState]) -> list[RequestState]:
         """The requests, given in order of arrival, in the order in which they are to go."""
@@ -42,7 +41,6 @@ class FirstComeFirstServed:
     """Order of arrival."""
 
     window = 64
-    is_longest_first = False
 
     def __init__(self, cache: Cache) -> None:
         del cache  # the order does not depend on it
@@ -62,7 +60,6 @@ class LongestPrefixFirst:
     """
 
     window = PREFIX_WINDOW
-    is_longest_first = True
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -82,7 +79,6 @@ class LongestOutputFirst:
     """The most new tokens allowed first: what may take longest is not left for the end."""
 
     window = LENGTH_WINDOW
-    is_longest_first = True
 
     def __init__(self, cache: Cache) -> None:
         del cache
@@ -96,7 +92,6 @@ class RandomOrder:
     """Any order, so that equal neighbours in a job do not meet in a batch."""
 
     window = 65_536
-    is_longest_first = False
 
     def __init__(self, cache: Cache) -> None:
         del cache
@@ -112,8 +107,6 @@ class ShortTail:
 
     Unless all that wait can run at once, those that share a prefix stand together, too.
     """
-
-    is_longest_first = True
 
     def __init__(self, cache: Cache, max_rows: int) -> None:
         self._along_prefixes = LongestPrefixFirst(cache)
@@ -180,14 +173,6 @@ class WaitingQueue:
     def add_again(self, request: RequestState) -> None:
         """A request that begins anew: behind the preempted ones, before those that never ran."""
         self._retracted.append(request)
-
-    @property
-    def longest(self) -> int | None:
-        """The most tokens that one of those who wait may draw; None: that is not known, or nobody waits."""
-        if not len(self) or self._retracted or not self._policy.is_longest_first:
-            return None
-        first = self.peek()
-        return None if self._arrived else first.limit - first.num_prompt
 
     def peek(self) -> RequestState:
         """The request to be admitted next; there must be one."""
@@ -261,11 +246,6 @@ class PriorityQueue:
     def add_again(self, request: RequestState) -> None:
         """A request that begins anew: behind the preempted ones of its urgency."""
         self._level(request.urgency).add_again(request)
-
-    @property
-    def longest(self) -> None:
-        """Not known: the most urgent go first."""
-        return None
 
     def peek(self) -> RequestState:
         """The request to be admitted next; there must be one."""

@@ -214,7 +214,9 @@ class Scheduler:
     def prompts_pay_apart(self) -> bool:
         """Whether `plan_prompts` would be worth it; see `beside.py`."""
         self._decoding.refresh()
-        return not self._num_late and pay_apart(
+        if self._num_late or self._priorities.enabled:
+            return False
+        return pay_apart(
             self._queue,
             self._prefilling.states,
             self._decoding,
@@ -222,6 +224,11 @@ class Scheduler:
             self._limits.max_step_tokens,
             are_apart=len(self._prompts) > 0,
         )
+
+    @property
+    def may_take_in_prompts(self) -> bool:
+        """Whether the result of the oldest step of `Lane.PROMPTS` is the next one of its requests."""
+        return self._prompts.is_next(self._flights)
 
     def plan_prompts(self) -> StepPlan | None:
         """The next step of `Lane.PROMPTS`, beside those that decode; nothing is left to settle.
@@ -234,7 +241,8 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build(Lane.PROMPTS)
-        self._prompts.launched(Flight.of(plan, [], draft.chunks, ending=ending), ending)
+        flight = Flight.of(plan, [], draft.chunks, ending=ending)
+        self._prompts.launched(flight, ending, behind=self._flights[-1] if self._flights else None)
         self._queue.look_ahead()
         return plan
 

@@ -154,6 +154,7 @@ class DecodeGraphs:
             else:
                 if len(self._wanted) >= self._most_wanted:  # there was no time for them
                     self._wanted.clear()
+                self._wanted.pop((size, kind), None)
                 self._capture_if_possible(size, kind, needs)
                 size = self._policy.serving(num_rows, kind)
         if size is None:

@@ -129,6 +129,11 @@ class Lanes:
         with torch.cuda.stream(partition.stream), on_processors(partition.num_processors):
             yield
 
+    def note_other_work(self) -> None:
+        """Something other than a step was launched on the whole device: steps in lanes run behind it, too."""
+        for lane in (Lane.DECODES, Lane.PROMPTS):
+            self._unawaited[lane].add(Lane.WHOLE)
+
     def order(self, plan: StepPlan) -> None:
         """Let the step that is launched next, within its lane, run behind what it has to come after."""
         if not self._streams:

@@ -29,7 +29,7 @@ from tokenmill.runner.graph_sets import StepGraphs, open_graphs, open_lane_graph
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import tokens_of, wishes
-from tokenmill.runner.lanes import Lanes, can_part
+from tokenmill.runner.lanes import Lanes
 from tokenmill.runner.memory import PoolSize, build_executor, return_freed
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.quarantine import Quarantine
@@ -114,7 +114,10 @@ class LocalRunner:
         self._in_flight: deque[Results] = deque()
         self._prompts_in_flight: deque[Results] = deque()  # of the lane for them
         _log.info("ready after %.2f s: %s", clock.seconds, clock.laps)
-        self.facts = _facts(config, spec, placement, size, self._weights, clock.seconds)
+        has_lanes = loaded.lane_kernels is not None
+        self.facts = _facts(
+            config, spec, placement, size, self._weights, seconds=clock.seconds, has_lanes=has_lanes
+        )
 
     def _call_table(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -203,7 +206,11 @@ class LocalRunner:
     def part(self) -> bool:
         """See `messages.Runner`."""
         if self._lane_graphs is None and self._graphs is not None and self._lanes.are_open():
-            self._lane_graphs = self._open_lane_graphs()
+            try:
+                self._lane_graphs = self._open_lane_graphs()
+            except RuntimeError as error:  # no memory, say; steps with prompts go on as they did
+                _log.warning("prompts are not computed beside rows that decode: %s", error)
+                self._lanes.close()
         return self._lane_graphs is not None
 
     def has_prompts(self) -> bool:
@@ -227,7 +234,10 @@ class LocalRunner:
         """Answer a call between two steps; see `_calls` for their names."""
         if name not in self._calls:
             raise InvalidArgument(f"the runner has no call {name!r}")
-        return self._calls[name](**arguments)
+        try:
+            return self._calls[name](**arguments)
+        finally:
+            self._lanes.note_other_work()
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
@@ -427,7 +437,9 @@ def _facts(
     placement: Placement,
     size: PoolSize,
     weights: Weights,
+    *,
     seconds: float,
+    has_lanes: bool,
 ) -> EngineFacts:
     return EngineFacts(
         architecture=spec.architecture,
@@ -450,5 +462,5 @@ def _facts(
         weight_bytes=weights.num_bytes,
         cache_bytes=size.num_bytes,
         load_seconds=seconds,
-        has_lanes=can_part(placement),
+        has_lanes=has_lanes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ from tokenmill.models import Model, ModelSpec, load_model
 from tokenmill.runner.hardware import Placement, wake
 from tokenmill.runner.lanes import can_part, decode_processors
 
-if TYPE_CHECKING:
-    from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
+if TYPE_CHECKING:  # these need Triton
+    from tokenmill.kernels.compilation import ParallelCompilation
+    from tokenmill.runner.warmup import Scout
+
+_log = logging.getLogger("tokenmill")
 
 
 class Clock:
@@ -99,9 +103,18 @@ def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placeme
         clock.lap("weights")
         placement, step_bytes = fit_step(scout, placement)
         clock.lap("measured")
-        lane_kernels = None
-        if can_part(placement):
-            num_parameters = sum(weight.numel() for weight in model.parameters())
-            lane_kernels = scout.find_beside(decode_processors(placement.device, num_parameters))
-            clock.lap("lanes")
+        lane_kernels = _lane_kernels(scout, model, placement)
+        clock.lap("lanes")
     return Loaded(model, placement, step_bytes, kernels, lane_kernels)
+
+
+def _lane_kernels(scout: Scout, model: Model, placement: Placement) -> ParallelCompilation | None:
+    """What steps in lanes launch in addition; None: there are no lanes."""
+    if not can_part(placement):
+        return None
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    try:
+        return scout.find_beside(decode_processors(placement.device, num_parameters))
+    except Exception as error:  # an engine can do without
+        _log.warning("prompts are not computed beside rows that decode: %s", error)
+    return None
