@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
 from tokenmill.core.policy import choose_policy, create_policy
 from tokenmill.core.priority import Priorities
 from tokenmill.core.scheduler import Scheduler, SchedulerLimits
@@ -229,23 +233,22 @@ class Harness:
         return self.keep(self.scheduler.submit(requests))
 
     def launch(self) -> StepPlan | None:
-        plan = self.scheduler.plan_step()
-        if plan is not None:
-            assert int(plan.counts.sum()) <= self.limits.max_step_tokens
-            self.plans.append(plan)
-            self.mill.launch(plan)
+        plan = self._launched(self.scheduler.plan_step())
         self.scheduler.settle()
         self.scheduler.check_invariants()
         return plan
 
     def launch_prompts(self) -> StepPlan | None:
         """A step with prompts beside those that decode, if there are any."""
-        plan = self.scheduler.plan_prompts()
+        plan = self._launched(self.scheduler.plan_prompts())
+        self.scheduler.check_invariants()
+        return plan
+
+    def _launched(self, plan: StepPlan | None) -> StepPlan | None:
         if plan is not None:
             assert int(plan.counts.sum()) <= self.limits.max_step_tokens
             self.plans.append(plan)
             self.mill.launch(plan)
-        self.scheduler.check_invariants()
         return plan
 
     def take_in(self, lane: Lane = Lane.WHOLE) -> list[Output]:
@@ -286,6 +289,36 @@ class Harness:
 
     def last(self, request_id: str) -> Output:
         return self.outputs[request_id][-1]
+
+
+def run_loop(
+    world: Harness,
+    runner: Any,
+    requests: Sequence[Request],
+    *,
+    cancelled: Sequence[str] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, list[Output]]:
+    """The outputs of each request; whenever some come, one more of those to be cancelled is."""
+    inbox, ended = Inbox(), set()
+    outputs: dict[str, list[Output]] = {}
+    waiting = list(cancelled)
+
+    def deliver(delivered: Sequence[Output]) -> None:
+        for output in delivered:
+            outputs.setdefault(output.request_id, []).append(output)
+            if output.finish is not None:
+                ended.add(output.request_id)
+        if waiting:
+            inbox.put(Cancel([waiting.pop()]))
+        if len(ended) == len(requests):
+            inbox.put(Close())
+
+    grammars: Any = SimpleNamespace(close=lambda: None)
+    inbox.put(Submit(requests))
+    loop: Any = partial(Loop, runner, world.scheduler, world.cache, grammars=grammars)
+    loop(inbox=inbox, deliver=deliver, clock=clock).run()
+    return outputs
 
 
 @pytest.fixture

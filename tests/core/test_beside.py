@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import FakeMill, run_alone, tokens_of
+from tests.core.conftest import FakeMill, run_alone, run_loop, tokens_of
 from tokenmill.core import beside
-from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
 from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
 pytestmark = pytest.mark.unit
@@ -68,7 +67,7 @@ class Runner:
         return [plan.lane.value for plan in self.plans]
 
 
-def run_loop(
+def run(
     world: Any,
     requests: Sequence[Any],
     *,
@@ -77,33 +76,9 @@ def run_loop(
     opens_at: int = 0,
     cancelled: Sequence[str] = (),
 ) -> tuple[Runner, dict[str, list[Output]]]:
-    """The runner, and the outputs of each request; after every output one more is cancelled."""
-    inbox, ended = Inbox(), set()
-    outputs: dict[str, list[Output]] = {}
-    waiting = list(cancelled)
-
-    def deliver(delivered: Sequence[Output]) -> None:
-        for output in delivered:
-            outputs.setdefault(output.request_id, []).append(output)
-            if output.finish is not None:
-                ended.add(output.request_id)
-        if waiting:
-            inbox.put(Cancel([waiting.pop()]))
-        if len(ended) == len(requests):
-            inbox.put(Close())
-
-    grammars: Any = SimpleNamespace(close=lambda: None)
-    runner: Any = Runner(world.mill, depth=depth, seed=seed, opens_at=opens_at)
-    inbox.put(Submit(requests))
-    Loop(
-        runner,
-        world.scheduler,
-        world.cache,
-        grammars=grammars,
-        inbox=inbox,
-        deliver=deliver,
-        clock=lambda: runner.now,
-    ).run()
+    """The runner, and the outputs of each request."""
+    runner = Runner(world.mill, depth=depth, seed=seed, opens_at=opens_at)
+    outputs = run_loop(world, runner, requests, cancelled=cancelled, clock=lambda: runner.now)
     world.scheduler.check_invariants()
     return runner, outputs
 
@@ -118,7 +93,7 @@ def job(make_request: Make, outputs: Sequence[int], *, prompt: int = 8) -> list[
 def test_prompts_run_beside_rows_that_outlast_them(harness: Make, make_request: Make) -> None:
     requests = job(make_request, [100, 60, 55, 50, 45, 40, 20, 10])
     world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
-    runner, outputs = run_loop(world, requests)
+    runner, outputs = run(world, requests)
     lanes = runner.lanes()
     assert lanes[0] == "whole"  # nobody decodes yet
     # Two requests in each step: those of the first step decode while the others are computed.
@@ -137,7 +112,7 @@ def test_the_last_prompts_need_not_fill_a_step(harness: Make, make_request: Make
         requests = job(make_request, [100, 60, 55, 50, 45])
         requests[-1] = make_request("4", [4] * last, 45, seed=4)
         world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
-        runner, outputs = run_loop(world, requests)
+        runner, outputs = run(world, requests)
         assert runner.lanes().count("prompts") == num_beside
         assert all(tokens_of(outputs[each.id]) == run_alone(each)[0] for each in requests)
 
@@ -158,13 +133,13 @@ def test_prompts_that_gain_nothing_run_with_the_others(
         num_pages=400, max_rows=max_rows, max_step_tokens=16, max_sequence_tokens=120, policy=policy
     )
     prompt = 8 if len(outputs) == 8 else 6
-    runner, _ = run_loop(world, job(make_request, outputs, prompt=prompt))
+    runner, _ = run(world, job(make_request, outputs, prompt=prompt))
     assert set(runner.lanes()) == {"whole"}
 
 
 def test_lanes_are_taken_as_soon_as_they_are_open(harness: Make, make_request: Make) -> None:
     world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
-    runner, _ = run_loop(world, job(make_request, [100, 60, 55, 50, 45, 40, 20, 10]), opens_at=1)
+    runner, _ = run(world, job(make_request, [100, 60, 55, 50, 45, 40, 20, 10]), opens_at=1)
     assert runner.lanes().count("prompts") == 2
     assert runner.lanes()[:2] == ["whole", "whole"]
 
@@ -244,7 +219,7 @@ def test_nobody_gets_other_tokens(
     cancelled = [request.id for request in requests[:num_cancelled]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beside, "_STEPS_BESIDE", -100)  # whoever outlasts whom
-        _, outputs = run_loop(world, requests, depth=depth, seed=seed, opens_at=opens_at, cancelled=cancelled)
+        _, outputs = run(world, requests, depth=depth, seed=seed, opens_at=opens_at, cancelled=cancelled)
     for request in requests:
         tokens, finish = run_alone(request)
         told, last = tokens_of(outputs[request.id]), outputs[request.id][-1].finish

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import run_alone, tokens_of
-from tokenmill.core.loop import Cancel, Close, Inbox, Loop, Submit
+from tests.core.conftest import run_alone, run_loop, tokens_of
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
@@ -75,7 +73,7 @@ class Runner:
         return self._mill.collect()
 
 
-def run_loop(
+def run(
     world: Any,
     requests: Sequence[Any],
     *,
@@ -84,33 +82,16 @@ def run_loop(
     cancelled: Sequence[str] = (),
     clock: Callable[[], float] | None = time.monotonic,
 ) -> tuple[Runner, dict[str, list[Output]]]:
-    """The runner and the outputs of each request; some are cancelled after the first output. Without a clock
-    the runner's goes."""
-    inbox, outputs, ended = Inbox(), {}, set()
-    waiting = list(cancelled)
-
-    def deliver(delivered: Sequence[Output]) -> None:
-        for output in delivered:
-            outputs.setdefault(output.request_id, []).append(output)
-            if output.finish is not None:
-                ended.add(output.request_id)
-        if waiting:
-            inbox.put(Cancel([waiting.pop()]))
-        if len(ended) == len(requests):
-            inbox.put(Close())
-
-    grammars: Any = SimpleNamespace(close=lambda: None)
+    """The runner and the outputs of each request. Without a clock the runner's goes."""
     runner = Runner(world.mill, depth, wants)
-    inbox.put(Submit(requests))
-    loop: Any = partial(Loop, runner, world.scheduler, world.cache, grammars=grammars)
-    loop(inbox=inbox, deliver=deliver, clock=clock or (lambda: runner.now)).run()
+    outputs = run_loop(world, runner, requests, cancelled=cancelled, clock=clock or (lambda: runner.now))
     return runner, outputs
 
 
 def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_request: Make) -> None:
     """A step takes four seconds, one of which to launch."""
     requests = [make_request("a", [1, 2, 3], 60), make_request("b", [4], 50)]
-    runner, outputs = run_loop(harness(num_pages=100), requests, wants={9: 60.0}, clock=None)
+    runner, outputs = run(harness(num_pages=100), requests, wants={9: 60.0}, clock=None)
     assert runner.in_flight_when_rehearsed == [1 + 7]  # for a quarter of the time
     assert runner.in_flight_when_prepared == [1 + 22]
     for request in requests:
@@ -119,9 +100,7 @@ def test_steps_are_under_way_while_something_is_prepared(harness: Make, make_req
 
 def test_the_device_gets_on_while_results_are_taken_in(harness: Make, make_request: Make) -> None:
     """What was launched ahead may be done: to take all of it in before the next launch would be too long."""
-    runner, _ = run_loop(
-        harness(num_pages=100), [make_request("a", [1, 2, 3], 60)], wants={9: 60.0}, clock=None
-    )
+    runner, _ = run(harness(num_pages=100), [make_request("a", [1, 2, 3], 60)], wants={9: 60.0}, clock=None)
     behind = runner.in_flight_at_launches[9 + 22 :]
     assert runner.in_flight_when_prepared == behind[:1] == [23]
     assert behind[:11] == list(range(23, 1, -2))
@@ -131,7 +110,7 @@ def test_the_device_gets_on_while_results_are_taken_in(harness: Make, make_reque
 def test_the_end_of_a_job_is_no_time_for_it(harness: Make, make_request: Make) -> None:
     """Nothing would run meanwhile."""
     requests = [make_request("a", [1, 2, 3], 60), make_request("b", [4], 30)]
-    runner, outputs = run_loop(harness(num_pages=100), requests, wants={50: 60.0}, clock=None)
+    runner, outputs = run(harness(num_pages=100), requests, wants={50: 60.0}, clock=None)
     assert runner.in_flight_when_put_off == [1]
     assert not runner.in_flight_when_rehearsed
     assert not runner.in_flight_when_prepared
@@ -140,7 +119,7 @@ def test_the_end_of_a_job_is_no_time_for_it(harness: Make, make_request: Make) -
 
 def test_who_waits_makes_it_worth_while_at_the_end(harness: Make, make_request: Make) -> None:
     requests = [make_request(name, [1, 2, 3], 12) for name in "abcd"]
-    runner, _ = run_loop(harness(max_rows=2), requests, wants={10: 60.0}, clock=None)
+    runner, _ = run(harness(max_rows=2), requests, wants={10: 60.0}, clock=None)
     assert not runner.in_flight_when_put_off
     assert len(runner.in_flight_when_prepared) == 1
 
@@ -166,13 +145,13 @@ def test_a_step_is_launched_before_the_books_follow_it(
         note(Runner, name)
     for name in ("plan_step", "settle"):
         note(Scheduler, name)
-    run_loop(harness(), [make_request("a", [1, 2, 3], 12), make_request("b", [4], 5)], wants=wants)
+    run(harness(), [make_request("a", [1, 2, 3], 12), make_request("b", [4], 5)], wants=wants)
     assert order == ["plan_step", "launch", "sample", "settle"] * 12
 
 
 def test_what_takes_less_than_a_step_needs_one_more(harness: Make, make_request: Make) -> None:
     requests = [make_request("a", [1, 2, 3], 30)]
-    runner, _ = run_loop(harness(), requests, wants={5: 1e-9}, clock=lambda: 0.0)
+    runner, _ = run(harness(), requests, wants={5: 1e-9}, clock=lambda: 0.0)
     assert runner.in_flight_when_prepared == [3]
     assert runner.in_flight_when_rehearsed == [3]
 
@@ -181,12 +160,12 @@ def test_launching_ahead_takes_time_of_the_device_too(harness: Make, make_reques
     """A step takes four seconds: one to launch, three to take in. Four beside the usual two cover 11 seconds
     and the five that it takes to launch them."""
     requests = [make_request("a", [1, 2, 3], 60)]
-    runner, _ = run_loop(harness(), requests, wants={9: 11.0}, clock=None)
+    runner, _ = run(harness(), requests, wants={9: 11.0}, clock=None)
     assert runner.in_flight_when_prepared == [6]
 
 
 def test_one_step_at_a_time_stays_so(harness: Make, make_request: Make) -> None:
-    runner, _ = run_loop(harness(), [make_request("a", [1, 2, 3], 30)], depth=1, wants={5: 1.0})
+    runner, _ = run(harness(), [make_request("a", [1, 2, 3], 30)], depth=1, wants={5: 1.0})
     assert runner.in_flight_when_prepared == [0]
     assert not runner.in_flight_when_rehearsed  # the device stands still anyway
     assert runner.most_in_flight == 1
@@ -198,7 +177,7 @@ def test_rows_that_wait_for_their_tokens_put_it_off(
     world, late = harness(), [True] * 10
     monkeypatch.setattr(type(world.scheduler), "has_late_rows", property(lambda _: bool(late and late.pop())))
     requests = [make_request("a", [1, 2, 3], 30)]
-    runner, _ = run_loop(world, requests, wants={5: 1e-9}, clock=lambda: 0.0)
+    runner, _ = run(world, requests, wants={5: 1e-9}, clock=lambda: 0.0)
     assert runner.in_flight_when_prepared == [3]
     assert not late
 
@@ -230,7 +209,7 @@ def test_tokens_are_those_of_a_request_alone(
         for index, length in enumerate(lengths)
     ]
     world = harness(num_pages=num_pages)
-    _, outputs = run_loop(
+    _, outputs = run(
         world, requests, depth=depth, wants=wants, cancelled=[f"r{index}" for index in cancelled]
     )
     for request in requests:

@@ -165,7 +165,7 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
     runner._graphs = SimpleNamespace(
         decodes=SimpleNamespace(replay=fail, wanted_seconds=1.0, rehearse_wanted=fail, capture_wanted=fail)
     )
-    runner._lanes, runner._lane_graphs = Lanes(torch.device("cpu"), 0, None), None
+    runner._lanes, runner._lane_graphs = Lanes(torch.device("cpu"), None), None
     plan = SimpleNamespace(slots=[0], num_decodes=1, lane=Lane.WHOLE)
     with caplog.at_level("WARNING", "tokenmill"):
         for _ in range(2):

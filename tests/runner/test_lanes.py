@@ -10,7 +10,7 @@ import torch
 
 from tokenmill.messages import Lane
 from tokenmill.runner import lanes as lanes_module
-from tokenmill.runner.lanes import Lanes, can_part, decode_processors
+from tokenmill.runner.lanes import LaneKernels, Lanes, can_part, decode_processors
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ class Stream:
 
 def waits(launched: list[Lane | tuple[Lane, bool]]) -> list[set[Lane]]:
     """The lanes that each step waits for; with True it awaits prompts."""
-    lanes: Any = Lanes(torch.device("cpu"), 0, None)
+    lanes: Any = Lanes(torch.device("cpu"), None)
     lanes._streams = {lane: Stream(lane) for lane in Lane}
     found = []
     for each in launched:
@@ -62,7 +62,7 @@ def test_a_step_waits_for_prompts_once_where_it_has_to() -> None:
 
 
 def test_other_work_is_waited_for_like_a_step() -> None:
-    lanes: Any = Lanes(torch.device("cpu"), 0, None)
+    lanes: Any = Lanes(torch.device("cpu"), None)
     lanes._streams = {lane: Stream(lane) for lane in Lane}
     for lane in (DECODES, PROMPTS, DECODES):
         lanes.order(SimpleNamespace(lane=lane, awaits_prompts=False))
@@ -74,7 +74,7 @@ def test_other_work_is_waited_for_like_a_step() -> None:
 
 
 def test_nothing_waits_before_lanes_are_open() -> None:
-    lanes = Lanes(torch.device("cpu"), 0, None)
+    lanes = Lanes(torch.device("cpu"), None)
     plan: Any = SimpleNamespace(lane=WHOLE, awaits_prompts=False)
     lanes.order(plan)
     with lanes.within(WHOLE):
@@ -126,8 +126,8 @@ def test_a_device_that_cannot_be_parted_says_so_once(
         raise RuntimeError("no green contexts here")
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
-    kernels: Any = SimpleNamespace(cancel=lambda: None)
-    lanes = Lanes(torch.device("cuda", 0), 0, kernels)
+    compilation: Any = SimpleNamespace(cancel=lambda: None)
+    lanes = Lanes(torch.device("cuda", 0), LaneKernels(64, compilation))
     with caplog.at_level("INFO", "tokenmill"):
         for _ in range(3):
             assert not lanes.are_open()

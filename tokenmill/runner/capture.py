@@ -39,8 +39,8 @@ def batch_sizes(most: int) -> list[int]:
 
 def lane_sizes(most: int) -> list[int]:
     """Sizes worth a graph in a lane: fewer, for rows that decode beside prompts soon become more."""
-    sizes = [size for size in batch_sizes(most) if size >= _FEWEST_IN_LANE and size % _LANE_MEASURE == 0]
-    return [size for size in sizes if size < most] + [most]
+    *smaller, _ = batch_sizes(most)
+    return [size for size in smaller if size >= _FEWEST_IN_LANE and size % _LANE_MEASURE == 0] + [most]
 
 
 def row_seconds(num_parameters: int) -> float:

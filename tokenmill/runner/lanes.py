@@ -63,15 +63,20 @@ class Partition:
     num_processors: int
 
 
+@dataclass(frozen=True, slots=True)
+class LaneKernels:
+    """What steps of rows launch in addition that have only so many multiprocessors, to be compiled yet."""
+
+    num_processors: int
+    compilation: ParallelCompilation
+
+
 class Lanes:
     """The partitions of a device, and the order between what runs on them and on all of it."""
 
-    def __init__(
-        self, device: torch.device, num_parameters: int, kernels: ParallelCompilation | None
-    ) -> None:
-        """`kernels`: what is to be compiled before steps run in lanes; None: there are no lanes."""
+    def __init__(self, device: torch.device, kernels: LaneKernels | None) -> None:
+        """`kernels`: those of `DECODES`; None: there are no lanes."""
         self._device = device
-        self._num_parameters = num_parameters
         self._kernels = kernels
         self._opening: threading.Thread | None = None
         self._opened: GreenContexts | None = None
@@ -98,8 +103,7 @@ class Lanes:
         if not self._streams:
             self._streams = {lane: each.stream for lane, each in self.partitions.items()}
             self._streams[Lane.WHOLE] = torch.cuda.current_stream(self._device)
-            for others in self._unawaited.values():  # whatever runs now
-                others.add(Lane.WHOLE)
+            self.note_other_work()  # whatever runs now
         return True
 
     def _open(self) -> None:
@@ -107,9 +111,9 @@ class Lanes:
         opened = None
         try:
             torch.cuda.set_device(self._device)
-            opened = take_contexts(self._device, decode_processors(self._device, self._num_parameters))
-            self._kernels.start()
-            self._kernels.wait()
+            opened = take_contexts(self._device, self._kernels.num_processors)
+            self._kernels.compilation.start()
+            self._kernels.compilation.wait()
         except Exception as error:
             _log.info("prompts are not computed beside rows that decode: %s", error)
             if opened is not None:
@@ -152,7 +156,7 @@ class Lanes:
         """Give the multiprocessors back; nothing may be left that was captured there."""
         if self._opening is not None:
             if self._kernels is not None:
-                self._kernels.cancel()
+                self._kernels.compilation.cancel()
             self._opening.join()
         self._streams = {}
         if self._opened is not None:

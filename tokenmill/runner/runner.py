@@ -100,7 +100,7 @@ class LocalRunner:
             open_graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
         )
         self._graphs = self._open_graphs()
-        self._lanes = Lanes(placement.device, num_parameters, loaded.lane_kernels)
+        self._lanes = Lanes(placement.device, loaded.lane_kernels)
         self._lane_graphs: StepGraphs | None = None
         self._open_lane_graphs = partial(
             open_lane_graphs, self._executor, self._rows, placement, num_parameters, self._lanes
@@ -192,7 +192,6 @@ class LocalRunner:
         """Queue the drawing of the launched step's tokens, and their way to the host."""
         step, self._launched = self._launched, None
         assert step is not None, "sample() follows launch()"
-        in_flight = self._prompts_in_flight if step.plan.lane is Lane.PROMPTS else self._in_flight
         with torch.inference_mode(), self._awaited_kernels(), self._lanes.within(step.plan.lane):
             match step.work:
                 case DrawnPart():
@@ -201,7 +200,7 @@ class LocalRunner:
                     drawn = self._draw_late(step.runnable, step.work, masks)
                 case list():
                     drawn = self._steps.draw(step.work, step.runnable, masks)
-            in_flight.append(self._send(step.plan, drawn))
+            self._results_of(step.plan.lane).append(self._send(step.plan, drawn))
 
     def part(self) -> bool:
         """See `messages.Runner`."""
@@ -219,7 +218,7 @@ class LocalRunner:
 
     def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         """Wait for the oldest step and return its tokens, and what else its rows asked for."""
-        results = (self._prompts_in_flight if lane is Lane.PROMPTS else self._in_flight).popleft()
+        results = self._results_of(lane).popleft()
         self._quarantine.collected(results.losses)
         try:
             seconds = results.wait()
@@ -266,6 +265,10 @@ class LocalRunner:
     def _awaited_kernels(self) -> AbstractContextManager[object]:
         """What is launched within may be in need of kernels that are under way."""
         return nullcontext() if self._kernels is None else self._kernels.awaited()
+
+    def _results_of(self, lane: Lane) -> deque[Results]:
+        """Of steps in flight, those of a lane, the oldest first."""
+        return self._prompts_in_flight if lane is Lane.PROMPTS else self._in_flight
 
     def _send(self, plan: StepPlan, drawn: list[DrawnPart]) -> Results:
         """Queue the way of a step's results to the host; if they cannot be sent, its rows fail."""

@@ -17,7 +17,7 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.models import Model, ModelSpec, load_model
 from tokenmill.runner.hardware import Placement, wake
-from tokenmill.runner.lanes import can_part, decode_processors
+from tokenmill.runner.lanes import LaneKernels, can_part, decode_processors
 
 if TYPE_CHECKING:  # these need Triton
     from tokenmill.kernels.compilation import ParallelCompilation
@@ -72,9 +72,7 @@ class Loaded:
     placement: Placement  # with a step that fits beside the weights
     step_bytes: int  # that this step takes; 0 where nobody measured
     kernels: ParallelCompilation | None  # may be under way; None: there is nothing to compile
-    lane_kernels: ParallelCompilation | None = (
-        None  # of steps beside prompts, to be started; None: there are none
-    )
+    lane_kernels: LaneKernels | None = None  # None: prompts have no lane of their own
 
 
 def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placement, clock: Clock) -> Loaded:
@@ -108,13 +106,14 @@ def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placeme
     return Loaded(model, placement, step_bytes, kernels, lane_kernels)
 
 
-def _lane_kernels(scout: Scout, model: Model, placement: Placement) -> ParallelCompilation | None:
+def _lane_kernels(scout: Scout, model: Model, placement: Placement) -> LaneKernels | None:
     """What steps in lanes launch in addition; None: there are no lanes."""
     if not can_part(placement):
         return None
     num_parameters = sum(weight.numel() for weight in model.parameters())
+    count = decode_processors(placement.device, num_parameters)
     try:
-        return scout.find_beside(decode_processors(placement.device, num_parameters))
+        return LaneKernels(count, scout.find_beside(count))
     except Exception as error:  # an engine can do without
         _log.warning("prompts are not computed beside rows that decode: %s", error)
     return None
