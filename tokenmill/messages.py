@@ -372,13 +372,18 @@ class Runner(Protocol):
     def put_off(self) -> None:
         """There is not to be a `prepare` now. What later steps would gain by is wanted again by these."""
 
+    def prepare_more(self, num_rows: int) -> bool:
+        """Make steps with up to so many rows faster before they come, while the host has nothing else to do.
+        Takes some hundredths of a second at most. False: nothing more is to be done."""
+
     def launch(self, plan: StepPlan) -> None: ...
     def sample(self, masks: TokenMasks | None) -> None: ...
     def collect(self, lane: Lane = Lane.WHOLE) -> StepResult:
         """Wait for the oldest step of that lane; those of `WHOLE` and `DECODES` count as one."""
 
-    def part(self) -> bool:
-        """Whether steps can be launched in lanes of their own now; asked only if `facts.has_lanes`."""
+    def part(self, num_rows: int) -> bool:
+        """Whether steps can be launched in lanes of their own now, with up to so many rows that decode; asked
+        only if `facts.has_lanes`. If they cannot, what they lack is there some time later."""
 
     def has_prompts(self) -> bool:
         """Whether the oldest step of `Lane.PROMPTS` is done; there must be one."""

@@ -180,6 +180,15 @@ class FakeMill:
         return draw(chain, row.seed)
 
 
+class Unprepared:
+    """A runner that has nothing to prepare."""
+
+    preparation_seconds = 0.0
+
+    def prepare_more(self, num_rows: int) -> bool:
+        return False
+
+
 class Harness:
     """A scheduler, its cache and a fake mill; `step` is one turn of the loop with `depth` steps in flight.
 

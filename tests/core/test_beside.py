@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import FakeMill, run_alone, run_loop, tokens_of
+from tests.core.conftest import FACTS, FakeMill, Unprepared, run_alone, run_loop, tokens_of
 from tokenmill.core import beside
 from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
@@ -21,15 +21,13 @@ Make = Callable[..., Any]
 MOST_IN_FLIGHT = 2
 
 
-class Runner:
+class Runner(Unprepared):
     """Hands plans on to a fake mill; prompts in a lane of their own take two decode steps, or with a seed as
     long as chance will have it."""
 
-    preparation_seconds = 0.0
-
     def __init__(self, mill: FakeMill, *, depth: int, seed: int | None, opens_at: int) -> None:
         """Lanes are open when it was asked for them so often."""
-        self.facts = SimpleNamespace(steps_in_flight=depth, has_lanes=True)
+        self.facts = replace(FACTS, steps_in_flight=depth, has_lanes=True)
         self._mill = mill
         self._random = None if seed is None else random.Random(seed)
         self._num_beside = 0
@@ -38,7 +36,7 @@ class Runner:
         self.num_prompts_in_flight = 0
         self.now = 0.0  # a step takes a hundredth of a second
 
-    def part(self) -> bool:
+    def part(self, num_rows: int) -> bool:
         self._opens_at -= 1
         return self._opens_at < 0
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.conftest import FACTS
+from tests.core.conftest import FACTS, Unprepared
 from tokenmill.config import EngineConfig
 from tokenmill.core import control
 from tokenmill.core.launch import CoreThread
@@ -25,12 +25,11 @@ from tokenmill.sampling_params import SamplingParams
 pytestmark = pytest.mark.unit
 
 
-class VersionedMill:
+class VersionedMill(Unprepared):
     """Draws the number of weight updates so far. A step waits while `gate` is closed; calls are noted."""
 
     def __init__(self) -> None:
         self.facts = FACTS
-        self.preparation_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.version = 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.core.conftest import FACTS, Unprepared
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.loop import Close, Inbox, Loop, Submit
 from tokenmill.messages import Lane, Output, StepPlan, StepResult
@@ -27,12 +29,11 @@ class TurnedClock:
         return self.seconds
 
 
-class SlowRunner:
+class SlowRunner(Unprepared):
     """A step takes a second of the turned clock."""
 
     def __init__(self, mill: Any, clock: TurnedClock) -> None:
-        self.facts = SimpleNamespace(steps_in_flight=1, has_lanes=False)
-        self.preparation_seconds = 0.0
+        self.facts = replace(FACTS, steps_in_flight=1)
         self._mill = mill
         self._clock = clock
 

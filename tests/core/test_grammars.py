@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.conftest import FACTS
 from tokenmill.core import grammars as grammars_module
 from tokenmill.core.grammars import Grammars, Guide
 from tokenmill.core.loop import Close, Inbox, Loop, Submit
@@ -178,8 +179,9 @@ class Readiness:
         self.inbox = Inbox()
         self._world, self._compiler = world, compiler
         self.runner: Any = SimpleNamespace(
-            facts=SimpleNamespace(steps_in_flight=steps_in_flight, has_lanes=False),
+            facts=replace(FACTS, steps_in_flight=steps_in_flight),
             preparation_seconds=0.0,
+            prepare_more=lambda num_rows: False,
             launch=self._launch,
             sample=lambda masks: None,
             collect=world.mill.collect,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import run_alone, tokens_of
+from tests.core.conftest import FACTS, Unprepared, run_alone, tokens_of
 from tokenmill.core.grammars import Guide
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit
 from tokenmill.core.priority import Priorities
@@ -24,12 +23,11 @@ Make = Callable[..., Any]
 STUCK = Finish("stop", message="nothing is left")
 
 
-class Runner:
+class Runner(Unprepared):
     """Hands plans on to a fake mill; `then` is what happens while a step is drawn."""
 
     def __init__(self, mill: Any, depth: int, then: Callable[[], None]) -> None:
-        self.facts = SimpleNamespace(steps_in_flight=depth, has_lanes=False)
-        self.preparation_seconds = 0.0
+        self.facts = replace(FACTS, steps_in_flight=depth)
         self._mill = mill
         self._then = then
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.conftest import FACTS
+from tests.core.conftest import FACTS, Unprepared
 from tokenmill.config import EngineConfig
 from tokenmill.core.launch import CoreThread, start_core
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
@@ -20,12 +20,11 @@ from tokenmill.messages import EngineFacts, Lane, Output, Request, StepPlan, Ste
 from tokenmill.sampling_params import SamplingParams
 
 
-class CountingRunner:
+class CountingRunner(Unprepared):
     """The token drawn at position p is p. Waits at each step while `gate` is closed; fails when told to."""
 
     def __init__(self, facts: EngineFacts = FACTS) -> None:
         self.facts = facts
-        self.preparation_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.launching = threading.Event()  # set when the first step has come

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.conftest import run_alone, run_loop, tokens_of
+from tests.core.conftest import FACTS, run_alone, run_loop, tokens_of
+from tokenmill.core.loop import Close, Inbox, Loop, Submit
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
@@ -24,7 +28,7 @@ class Runner:
     """Hands plans on to a fake mill, and wants to prepare something after so many steps."""
 
     def __init__(self, mill: Any, depth: int, wants: dict[int, float]) -> None:
-        self.facts = SimpleNamespace(steps_in_flight=depth, has_lanes=False)
+        self.facts = replace(FACTS, steps_in_flight=depth)
         self._mill = mill
         self._wants = dict(wants)
         self.num_launched = self.num_collected = 0
@@ -34,6 +38,13 @@ class Runner:
         self.in_flight_when_prepared: list[int] = []
         self.in_flight_when_put_off: list[int] = []
         self.in_flight_at_launches: list[int] = []
+        self.prepared_before: list[tuple[int, int]] = []  # for how many rows, and steps in flight then
+        self.num_at_rest = 0  # preparations that are left for when there is nothing to do
+
+    def prepare_more(self, num_rows: int) -> bool:
+        self.prepared_before.append((num_rows, self.in_flight))
+        self.num_at_rest -= 1
+        return self.num_at_rest > 0
 
     @property
     def preparation_seconds(self) -> float:
@@ -180,6 +191,61 @@ def test_rows_that_wait_for_their_tokens_put_it_off(
     runner, _ = run(world, requests, wants={5: 1e-9}, clock=lambda: 0.0)
     assert runner.in_flight_when_prepared == [3]
     assert not late
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(1, []), (2, [(3, 2)] * 3), (3, [(3, 3)] * 2)])
+def test_the_host_prepares_for_all_that_wait_while_long_prompts_are_computed(
+    harness: Make, make_request: Make, depth: int, expected: list[tuple[int, int]]
+) -> None:
+    """Three prompts of 60 tokens in steps of 32 at most."""
+    requests = [make_request(name, [*range(at, at + 60)], 4) for at, name in enumerate("abc", 1)]
+    runner, outputs = run(harness(num_pages=100, max_step_tokens=32), requests, depth=depth, wants={})
+    assert runner.prepared_before[: len(expected)] == expected
+    assert {rows for rows, _ in runner.prepared_before} <= {3}
+    for request in requests:
+        assert tokens_of(outputs[request.id]) == run_alone(request)[0]
+
+
+def test_steps_that_decode_leave_no_time(harness: Make, make_request: Make) -> None:
+    requests = [make_request(name, [1, 2, 3], 12) for name in "abcd"]
+    runner, _ = run(harness(), requests, wants={})
+    assert runner.prepared_before == []
+
+
+def test_at_rest_one_thing_after_the_other_is_prepared(harness: Make, make_request: Make) -> None:
+    """Whoever comes meanwhile waits for one of them only."""
+    world, inbox, ended = harness(), Inbox(), threading.Event()
+    runner = Runner(world.mill, 2, {})
+    runner.num_at_rest = 10**9
+    grammars: Any = SimpleNamespace(close=lambda: None)
+    tokens: list[int] = []
+
+    def deliver(outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            tokens.extend(output.token_ids)
+            if output.finish is not None:
+                ended.set()
+
+    made: Any = partial(Loop, runner, world.scheduler, world.cache, grammars=grammars)
+    thread = threading.Thread(target=made(inbox=inbox, deliver=deliver).run)
+    thread.start()
+    try:
+        while len(runner.prepared_before) < 5:
+            time.sleep(0.001)
+        request = make_request("a", [1, 2, 3], 6)
+        inbox.put(Submit([request]))
+        assert ended.wait(10)
+        runner.num_at_rest = 3
+        while runner.num_at_rest > 0:
+            time.sleep(0.001)
+        count = len(runner.prepared_before)
+        time.sleep(0.1)
+        assert len(runner.prepared_before) == count  # there is nothing left
+    finally:
+        inbox.put(Close())
+        thread.join(10)
+    assert {in_flight for _, in_flight in runner.prepared_before} == {0}
+    assert tokens == run_alone(request)[0]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # they only make things

@@ -96,6 +96,7 @@ def meanwhile(together: compilation.ParallelCompilation) -> dict[str, Any]:
         triton_norm.rms_norm(x, x[0], 1e-6)
         triton_norm.add_rms_norm(x, x, x[0], 1e-6)
     begun.wait()
+    over = [together.is_over]
     with together.awaited():
         triton_norm.add_rms_norm(x, x, x[0], 1e-6)  # queued
         triton_activation.gated_silu(x)  # nobody knows of it
@@ -104,9 +105,10 @@ def meanwhile(together: compilation.ParallelCompilation) -> dict[str, Any]:
         triton_norm.rms_norm(x, x[0], 1e-6)  # under way
     compilation._compile = compile_kernel
     together.wait()
+    over.append(together.is_over)
     with together.awaited():
         launch_all()
-    return {"before": before, "compiled": sorted(compiled), "launched": launched}
+    return {"before": before, "compiled": sorted(compiled), "launched": launched, "over": over}
 
 
 def in_vain(together: compilation.ParallelCompilation) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def test_a_launch_waits_for_its_own_kernel_alone(tmp_path: Path) -> None:
     result = found("meanwhile", tmp_path)
     # One thread was held up in the first kernel: the second was still queued, the third unknown.
     assert result["before"] == KERNELS[1:]
+    assert result["over"] == [False, True]
     assert result["launched"] == [*KERNELS[1:], KERNELS[0], *KERNELS * 2]
     assert result["compiled"] == sorted(KERNELS)
 

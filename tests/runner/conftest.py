@@ -32,6 +32,7 @@ class GraphCalls:
     replayed_draws: int = 0
     full_for: str | None = None  # there is no memory for graphs whose title begins so
     capture_seconds: float = 0.0  # that a capture seems to take
+    captures_at_rest: bool = False  # and while prompts are computed, which takes the interpreter long
     failing: frozenset[int] = frozenset()  # replays that cannot be launched, as `replayed` counts them
 
 
@@ -79,6 +80,12 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
             before_it_runs()  # here a capture runs what it records, as one does that fails at first
             return Replay(step, draws=draws)
 
+    prepare_more = graph_sets.GraphSets.prepare_more
+
+    def prepare_if_wanted(self: graph_sets.GraphSets, num_rows: int) -> bool:
+        return calls.captures_at_rest and prepare_more(self, num_rows)
+
+    monkeypatch.setattr(graph_sets.GraphSets, "prepare_more", prepare_if_wanted)
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")
     monkeypatch.setattr(graph_sets, "Recorder", Again)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -51,6 +51,18 @@ def test_lanes_have_few_sizes(most: int) -> None:
             policy.captured(size, "plain", seconds=0.1)
 
 
+def test_what_serves_most_comes_first() -> None:
+    policy = CapturePolicy(1000, row_seconds=1.0)
+    assert policy.lacking("plain", 64)[:6] == [64, 32, 48, 16, 56, 40]
+    assert policy.lacking("plain", 300)[:8] == [256, 128, 320, 192, 64, 288, 224, 160]
+    assert sorted(policy.lacking("plain", 2000)) == batch_sizes(1000)
+    for size in (64, 16, 256):
+        policy.captured(size, "plain", seconds=0.1)
+    assert policy.lacking("plain", 64)[:4] == [32, 48, 56, 40]
+    assert policy.lacking("plain", 1) == [1]
+    assert policy.lacking("filtered", 64)[0] == 64
+
+
 def test_no_graph_has_as_many_rows_as_products_are_slow_with() -> None:
     costs = Costs(1024)
     for _ in range(1000):

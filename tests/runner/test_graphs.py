@@ -5,6 +5,7 @@ A device without memory for another graph goes on with those it has, or without.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tokenmill.config import MOST_STEPS_IN_FLIGHT
 from tokenmill.messages import Lane
 from tokenmill.runner import graphs
 from tokenmill.runner.capture import CapturePolicy
+from tokenmill.runner.graph_sets import GraphSets
 from tokenmill.runner.lanes import Lanes
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import StepKind
@@ -162,10 +164,12 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
         write_pages=written.append,
     )
     runner._quarantine = Quarantine(runner._rows, torch.device("cpu"))
-    runner._graphs = SimpleNamespace(
+    failing: Any = SimpleNamespace(
         decodes=SimpleNamespace(replay=fail, wanted_seconds=1.0, rehearse_wanted=fail, capture_wanted=fail)
     )
-    runner._lanes, runner._lane_graphs = Lanes(torch.device("cpu"), None), None
+    runner._graphs = GraphSets(
+        lambda: failing, fail, Lanes(torch.device("cpu"), None), kernels=None, tell=runner._tell_of_graphs
+    )
     plan = SimpleNamespace(slots=[0], num_decodes=1, lane=Lane.WHOLE)
     with caplog.at_level("WARNING", "tokenmill"):
         for _ in range(2):
@@ -196,6 +200,42 @@ def test_what_is_captured_at_once_is_not_wanted_any_more(made: MadeGraphs) -> No
     made._policy._padding_seconds = 1.0  # a late step, for which there will not be more time
     assert made.size_for(2, None) == 2
     assert made.wanted_seconds == 0
+
+
+def test_graphs_are_there_before_they_are_wanted(made: MadeGraphs) -> None:
+    """The most useful ones first. What was wanted meanwhile is no more."""
+    assert made.size_for(9) == 16
+    assert made.size_for(2) == 16
+    assert made.wanted_seconds == 0.01
+    assert not made.are_ready(16)
+    while (size := made.next_size(16)) is not None:
+        made.capture_size(size)
+    assert made.captured == [16, PLAIN, 8, PLAIN, 4, PLAIN, 2, PLAIN, 1, PLAIN]
+    assert made.are_ready(16)
+    assert not made.are_ready(17)
+    assert made.wanted_seconds == 0
+    assert [made.size_for(rows) for rows in (1, 2, 3, 5, 9)] == [1, 2, 4, 8, 16]
+    assert len(made.captured) == 10
+
+
+def test_without_memory_no_more_graphs_are_made_ready(made: MadeGraphs) -> None:
+    size = made.next_size(64)
+    assert size == 64
+    made.capture_size(size)
+    assert made.next_size(64) is None
+    assert not made.are_ready(1)
+
+
+def test_graphs_for_any_length_serve_rows_that_read_few_keys(
+    made: MadeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[StepKind] = []
+    monkeypatch.setattr(graphs, "step_kind", lambda *_: StepKind(longest=512, max_pieces=3))
+    monkeypatch.setattr(made, "_graph", lambda num_rows, kind, needs: asked.append(kind))
+    for for_any_length in (False, True):
+        monkeypatch.setattr(made, "_for_any_length", for_any_length)
+        assert made.replay(SimpleNamespace(slots=[0]), late=True) is None  # type: ignore[arg-type]
+    assert asked == [StepKind(longest=512, max_pieces=3), StepKind(longest=None, max_pieces=3)]
 
 
 def test_late_steps_wait_for_no_graph(made: MadeGraphs) -> None:
@@ -291,6 +331,31 @@ def test_every_way_to_draw_gives_what_plain_steps_give(
     replayed = calls.replayed
     same(found, run(folder, disable_cuda_graph=True))
     assert calls.replayed == replayed
+
+
+def test_what_is_captured_at_rest_draws_what_plain_steps_draw(
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left to capture, then, for rows without special wishes."""
+    folder, calls = make_model("qwen3", num_hidden_layers=1), graphs_on_the_cpu
+    calls.captures_at_rest = True
+    monkeypatch.setattr(graphs, "_ANY_ROWS", SHORT)  # these here
+    params = {"max_new_tokens": 5, "ignore_eos": True, "temperature": 0}
+    found = []
+    for settings in ({}, {"disable_cuda_graph": True}):
+        with sgl.Engine(
+            model_path=str(folder), dtype="float32", device="cpu", max_running_requests=4, **settings
+        ) as engine:
+            deadline = time.monotonic() + 60
+            while not settings and len(calls.captured_draws) < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            captured = [title for title in calls.captured if "rows, StepKind" in title]
+            outputs = engine.generate(input_ids=PROMPTS[:3], sampling_params=params)
+            assert [title for title in calls.captured if "rows, StepKind" in title] == captured
+            found.append([each["output_ids"] for each in outputs])
+    assert [title.split()[0] for title in captured] == ["4", "2", "1"]
+    assert calls.replayed > 0
+    assert found[0] == found[1]
 
 
 def test_steps_whose_graph_cannot_be_launched_are_plain(

@@ -27,10 +27,24 @@ from tokenmill.core.scheduler import Scheduler
 from tokenmill.core.watchdog import Pulse
 from tokenmill.errors import InvalidArgument, told
 from tokenmill.kvcache.cache import Cache
-from tokenmill.messages import CANCELLED, EngineFacts, Finish, Grammar, Lane, Output, Request, Runner, Sink
+from tokenmill.messages import (
+    CANCELLED,
+    EngineFacts,
+    Finish,
+    Grammar,
+    Lane,
+    Output,
+    Request,
+    Runner,
+    Sink,
+    StepPlan,
+)
 
 # Nothing to do for so long is rest.
-_SECONDS_AWAKE = 0.05
+_SECONDS_AWAKE = 0.02
+# Steps of as many rows are prepared at rest; jobs of more take long enough to do so themselves. Between two
+# preparations others want the interpreter, too.
+_ROWS_AT_REST, _PAUSE_SECONDS = 256, 0.001
 # Of what a preparation takes, the part that is rehearsed.
 _REHEARSED_SHARE = 0.25
 # Results to take in for each step, while more are in flight than usual: that takes less than a step.
@@ -127,7 +141,7 @@ class Loop:
     @property
     def num_requests(self) -> int:
         """Requests that wait or run. May be asked by any thread."""
-        return self._scheduler.num_waiting + self._scheduler.num_running
+        return self._scheduler.num_unfinished
 
     @property
     def facts(self) -> EngineFacts:
@@ -169,6 +183,8 @@ class Loop:
             else:
                 self._runner.sample(None)
                 scheduler.settle()
+            if scheduler.num_in_flight >= depth > 1 and self._takes_long(plan):
+                self._runner.prepare_more(scheduler.num_unfinished)
         if scheduler.num_in_flight >= depth or plan is None:
             assert scheduler.awaits_steps, "requests wait, yet nothing can be scheduled"
             if scheduler.num_in_flight:
@@ -180,13 +196,17 @@ class Loop:
             self._collect(Lane.PROMPTS)
         self._control.stepped()
 
+    def _takes_long(self, plan: StepPlan) -> bool:
+        """Whether a step that has just been launched takes the device longer than the host needs for it."""
+        return 2 * len(plan.token_ids) >= self._runner.facts.max_step_tokens
+
     def _launch_prompts(self) -> None:
         """Launch prompts beside the rows that decode, where that pays; these have steps to run meanwhile."""
         scheduler, runner = self._scheduler, self._runner
         while (
             scheduler.num_prompts_in_flight < _PROMPTS_IN_FLIGHT
             and scheduler.prompts_pay_apart
-            and runner.part()
+            and runner.part(scheduler.num_unfinished)
         ):
             if scheduler.num_prompts_in_flight:  # else they would take the prompts with them
                 self._launch_ahead(self._clock(), self._planning_seconds)
@@ -283,10 +303,11 @@ class Loop:
                 with contextlib.suppress(queue.Empty):
                     return self._inbox.get(timeout=_SECONDS_AWAKE)
                 self._get_ready()  # their grammars take long
-                if self._runner.facts.has_lanes:
-                    self._runner.part()  # or begin to, in time
                 if self._rest is not None:
                     self._rest()
+                while left is None and self._runner.prepare_more(_ROWS_AT_REST):
+                    with contextlib.suppress(queue.Empty):
+                        return self._inbox.get(timeout=_PAUSE_SECONDS)
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _receive(self, message: Message) -> None:

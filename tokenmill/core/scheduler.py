@@ -75,6 +75,11 @@ class Scheduler:
         return len(self._states) - self.num_waiting
 
     @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._states)
+
+    @property
     def num_in_flight(self) -> int:
         """Steps whose results were not taken in yet, but for those of `Lane.PROMPTS`."""
         return len(self._flights)

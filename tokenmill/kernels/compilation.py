@@ -64,6 +64,11 @@ class ParallelCompilation:
         """Kernels that were not compiled when they were launched."""
         return self._mode.num_kernels
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._is_done or all(job.done() for job in self._mode.jobs.values())
+
     def awaited(self) -> AbstractContextManager[object]:
         """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
         return nullcontext() if self._is_done else _Awaiting(self._threads, self._mode.jobs)

@@ -21,11 +21,14 @@ _SHARE_WAITED_FOR = 0.3
 # So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward, with 7 to 14
 # billion parameters.
 _SLOW_SIZE = 448
-# Of the steps of a lane: fewer rows take hardly less time, and so do a few less than this measure.
-_FEWEST_IN_LANE, _LANE_MEASURE = 64, 32
-# What a row of padding costs: its products at half the speed of a large GPU, and its share of all the rest.
+# Of the steps of a lane: fewer rows take hardly less time, and so do a few less than this measure, which is
+# too fine for more rows than some.
+_LANE_MEASURE, _MEASURED = 64, 256
+# What a row costs: its products at half the speed of a large GPU, and its share of all the rest. With some
+# hundred rows products wait for other things, and one of padding costs less.
 _FLOPS_PER_SECOND = 4e14
 _MIN_ROW_SECONDS = 1e-6
+_SHARE_OF_PADDING = 0.25
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -37,15 +40,25 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most and size != _SLOW_SIZE] + [most]
 
 
+def order_of_use(size: int) -> tuple[int, int]:
+    """A key that sorts sizes by how much a graph helps a batch of unknown size: each halves a gap."""
+    return -(size & -size), -size
+
+
 def lane_sizes(most: int) -> list[int]:
     """Sizes worth a graph in a lane: fewer, for rows that decode beside prompts soon become more."""
-    *smaller, _ = batch_sizes(most)
-    return [size for size in smaller if size >= _FEWEST_IN_LANE and size % _LANE_MEASURE == 0] + [most]
+    measured = range(_LANE_MEASURE, most, _LANE_MEASURE)
+    return [size for size in measured if size <= _MEASURED or size & (size - 1) == 0] + [most]
 
 
 def row_seconds(num_parameters: int) -> float:
     """Roughly what one more row costs a step of a model."""
     return max(_MIN_ROW_SECONDS, 2 * num_parameters / _FLOPS_PER_SECOND)
+
+
+def padding_seconds(num_parameters: int) -> float:
+    """Roughly what one more row of padding costs a step whose rows decode."""
+    return _SHARE_OF_PADDING * row_seconds(num_parameters)
 
 
 class CapturePolicy:
@@ -61,6 +74,7 @@ class CapturePolicy:
         """`sizes`, ascending up to `most`, are those of `batch_sizes` where none are given."""
         self._sizes = list(sizes or batch_sizes(most))
         self._doubling = [size for size in self._sizes if size & (size - 1) == 0 or size == most]
+        self._in_order_of_use = sorted(self._sizes, key=order_of_use)
         self._row_seconds = row_seconds
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending
         self._padding_seconds = 0.0
@@ -89,6 +103,13 @@ class CapturePolicy:
             return best
         self._padding_seconds = 0.0
         return exact
+
+    def lacking(self, kind: Hashable, num_rows: int) -> list[int]:
+        """Of the sizes that up to so many rows would use those that are not captured, the most useful ones
+        first."""
+        captured = set(self._captured[kind])
+        most = at_least(self._sizes, min(num_rows, self._sizes[-1]))
+        return [size for size in self._in_order_of_use if size <= most and size not in captured]
 
     def serving(self, num_rows: int, kind: Hashable) -> int | None:
         """The smallest captured size for so many rows; None: there is none."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from tokenmill.messages import Lane
 from tokenmill.runner.batch import Rows
-from tokenmill.runner.capture import CapturePolicy, lane_sizes, row_seconds
+from tokenmill.runner.capture import CapturePolicy, lane_sizes, order_of_use, padding_seconds, row_seconds
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.graphs import DecodeGraphs
 from tokenmill.runner.hardware import Placement
@@ -16,11 +21,14 @@ from tokenmill.runner.mailbox import Mailbox
 from tokenmill.runner.masked_draws import MaskedDraws
 from tokenmill.runner.prompt_graphs import PromptGraphs
 from tokenmill.runner.recorder import Recorder
+from tokenmill.switching import switching_often
 
 if TYPE_CHECKING:
     from tokenmill.kernels.compilation import ParallelCompilation  # needs Triton
 
-# Of a lane: what steps there lack is captured when rows that decode have the whole device again.
+_log = logging.getLogger("tokenmill")
+
+# Of a lane: what steps there lack is captured while rows that decode have the whole device.
 _MOST_WANTED = 16
 
 
@@ -45,6 +53,133 @@ class Graphs(StepGraphs):
     draws: MaskedDraws
 
 
+class GraphSets:
+    """Those that are open, and what is captured when the device, or the host, has nothing else to do."""
+
+    def __init__(
+        self,
+        open_whole: Callable[[], Graphs | None],
+        open_beside: Callable[[], StepGraphs],
+        lanes: Lanes,
+        *,
+        kernels: ParallelCompilation | None,
+        tell: Callable[[Exception], object],
+    ) -> None:
+        """`tell` hears of captures that fail, where the error is handled."""
+        self._open_whole = open_whole
+        self._open_beside = open_beside
+        self._lanes = lanes
+        self._kernels = kernels
+        self._tell = tell
+        self.whole = open_whole()  # of the whole device; None: there are no graphs
+        self.beside: StepGraphs | None = None  # of the lanes; None: they are not open
+
+    def of(self, lane: Lane) -> StepGraphs | None:
+        """Those that steps of a lane replay."""
+        return self.whole if lane is Lane.WHOLE else self.beside
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that they hold."""
+        return sum(each.num_bytes for each in (self.whole, self.beside) if each is not None)
+
+    def reopen(self) -> None:
+        """Begin anew after `close`."""
+        self.whole = self._open_whole()
+
+    def close(self) -> None:
+        """Let go of all graphs."""
+        if self.whole is not None:
+            self.whole.decodes.close()
+            self.whole.draws.close()
+        if self.beside is not None:
+            self.beside.decodes.close()
+        self.whole = self.beside = None
+
+    # ── what is captured while steps run ──────────────────────────────────────────────────────
+
+    @property
+    def preparation_seconds(self) -> float:
+        """See `messages.Runner`."""
+        graphs, _ = self._wanting
+        return 0.0 if graphs is None else graphs.wanted_seconds
+
+    def rehearse(self) -> None:
+        """Load the kernels of the graph that larger ones have stood in for."""
+        graphs, lane = self._wanting
+        if graphs is not None:
+            self._attempt(graphs.rehearse_wanted, lane)
+
+    def prepare(self) -> None:
+        """Capture that graph."""
+        graphs, lane = self._wanting
+        if graphs is not None:
+            self._attempt(graphs.capture_wanted, lane)
+
+    def put_off(self) -> None:
+        """Forget that it is wanted."""
+        graphs, _ = self._wanting
+        if graphs is not None:
+            graphs.forget_wanted()
+
+    @property
+    def _wanting(self) -> tuple[DecodeGraphs | None, Lane]:
+        """Those that want a graph, and its lane; None: nobody does."""
+        for lane, graphs in self._decodes:
+            if graphs.wanted_seconds:
+                return graphs, lane
+        return None, Lane.WHOLE
+
+    # ── what is captured before it is wanted ──────────────────────────────────────────────────
+
+    def part(self, num_rows: int) -> bool:
+        """See `messages.Runner`."""
+        if not self._are_parted():
+            return False
+        assert self.beside is not None
+        return self.beside.decodes.are_ready(num_rows)
+
+    def prepare_more(self, num_rows: int) -> bool:
+        """See `messages.Runner`."""
+        if self.whole is None:
+            return False
+        if self._kernels is not None and not self._kernels.is_over:
+            return True  # later
+        are_opening = not self._are_parted() and self._lanes.are_opening
+        sizes = [(graphs.next_size(num_rows), graphs, lane) for lane, graphs in self._decodes]
+        lacking = [(size, graphs, lane) for size, graphs, lane in sizes if size is not None]
+        if not lacking:
+            return are_opening
+        size, graphs, lane = min(lacking, key=lambda each: order_of_use(each[0]))
+        with switching_often():
+            return self._attempt(partial(graphs.capture_size, size), lane)
+
+    def _are_parted(self) -> bool:
+        """Whether lanes are open; begins to open them."""
+        if self.beside is None and self.whole is not None and self._lanes.are_open():
+            try:
+                self.beside = self._open_beside()
+            except RuntimeError as error:  # no memory, say; steps with prompts go on as they did
+                _log.warning("prompts are not computed beside rows that decode: %s", error)
+                self._lanes.close()
+        return self.beside is not None
+
+    @property
+    def _decodes(self) -> list[tuple[Lane, DecodeGraphs]]:
+        sets = ((Lane.WHOLE, self.whole), (Lane.DECODES, self.beside))
+        return [(lane, graphs.decodes) for lane, graphs in sets if graphs is not None]
+
+    def _attempt(self, capture: Callable[[], None], lane: Lane) -> bool:
+        """Whether it did not fail."""
+        try:
+            with torch.inference_mode(), self._lanes.within(lane):
+                capture()
+        except Exception as error:
+            self._tell(error)
+            return False
+        return True
+
+
 def open_graphs(
     executor: Executor,
     rows: Rows,
@@ -57,16 +192,18 @@ def open_graphs(
     if not placement.cuda_graphs:
         return None
     recorder = Recorder(placement.device, kernels)
-    most_rows, seconds = placement.max_running_requests, row_seconds(num_parameters)
+    most_rows = placement.max_running_requests
     return Graphs(
         DecodeGraphs(
             executor,
             rows,
             Mailbox(num_lines=rows.num_inputs, most_rows=most_rows, device=placement.device),
-            policy=CapturePolicy(most_rows, row_seconds=seconds),
+            policy=CapturePolicy(most_rows, row_seconds=padding_seconds(num_parameters)),
             recorder=recorder,
         ),
-        PromptGraphs(executor, rows, row_seconds=seconds, most_rows=most_rows, recorder=recorder),
+        PromptGraphs(
+            executor, rows, row_seconds=row_seconds(num_parameters), most_rows=most_rows, recorder=recorder
+        ),
         (recorder,),
         MaskedDraws(rows, vocab_size=vocab_size, most_rows=most_rows, recorder=recorder),
     )
@@ -79,7 +216,7 @@ def open_lane_graphs(
     another mailbox. A row takes the longer, the fewer processors there are for it."""
     most_rows, device = placement.max_running_requests, placement.device
     decoding, prompting = lanes.partitions[Lane.DECODES], lanes.partitions[Lane.PROMPTS]
-    every, seconds = decoding.num_processors + prompting.num_processors, row_seconds(num_parameters)
+    every = decoding.num_processors + prompting.num_processors
     recorders = tuple(Recorder(device, None, stream=part.stream) for part in (decoding, prompting))
     return StepGraphs(
         DecodeGraphs(
@@ -88,16 +225,17 @@ def open_lane_graphs(
             Mailbox(num_lines=rows.num_inputs, most_rows=most_rows, device=device),
             policy=CapturePolicy(
                 most_rows,
-                row_seconds=seconds * every / decoding.num_processors,
+                row_seconds=padding_seconds(num_parameters) * every / decoding.num_processors,
                 sizes=lane_sizes(most_rows),
             ),
             recorder=recorders[0],
             most_wanted=_MOST_WANTED,
+            for_any_length=True,
         ),
         PromptGraphs(
             executor,
             rows,
-            row_seconds=seconds,
+            row_seconds=row_seconds(num_parameters),
             most_rows=most_rows,
             recorder=recorders[1],
         ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,6 +29,8 @@ _log = logging.getLogger("tokenmill")
 # So often there may be no time for what is wanted; then it is captured at once, and steps wait. Jobs that are
 # short one after the other would have no graph of their own otherwise.
 _MOST_PUT_OFF = 3
+# What is captured before a job is there: rows may read any number of keys, and draw without filters.
+_ANY_ROWS, _ANY_DRAW = StepKind(), SamplingNeeds(random=True, filters=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,12 @@ class DecodeGraphs:
         policy: CapturePolicy,
         recorder: Recorder,
         most_wanted: int = 1,
+        for_any_length: bool = False,
     ) -> None:
-        """`most_wanted`: captures that are put off at the same time, each until there is time for it."""
+        """`most_wanted`: captures that are put off at the same time, each until there is time for it.
+        `for_any_length`: none is only for rows that read few keys."""
         self._most_wanted = most_wanted
+        self._for_any_length = for_any_length
         self._executor = executor
         self._rows = rows
         self._mailbox = mailbox
@@ -108,6 +113,20 @@ class DecodeGraphs:
         self._wanted.clear()
         self._num_put_off += 1
 
+    def are_ready(self, num_rows: int) -> bool:
+        """Whether no number of rows up to this one, without special wishes, would wait for a capture."""
+        return not self._policy.lacking(_ANY_ROWS, num_rows)
+
+    def next_size(self, num_rows: int) -> int | None:
+        """What is to be captured next for up to so many rows; None: nothing is, or can be."""
+        lacking = self._policy.lacking(_ANY_ROWS, num_rows) if self._policy.may_capture else []
+        return lacking[0] if lacking else None
+
+    def capture_size(self, size: int) -> None:
+        """Capture a graph of this size for rows without special wishes."""
+        self._wanted.pop((size, _ANY_ROWS), None)
+        self._capture_if_possible(size, _ANY_ROWS, _ANY_DRAW)
+
     def close(self) -> None:
         """Return when no step reads or writes the host's memory any more, which others may get then."""
         self._mailbox.close()
@@ -120,7 +139,10 @@ class DecodeGraphs:
         no memory to capture one.
         """
         needs = None if late else drawing_needs(self._rows, plan)
-        captured = self._graph(len(plan.slots), step_kind(self._rows, plan), needs)
+        kind = step_kind(self._rows, plan)
+        if self._for_any_length:
+            kind = replace(kind, longest=None)
+        captured = self._graph(len(plan.slots), kind, needs)
         end = None if captured is None else captured.end(needs)
         if captured is None or end is None:
             return None

@@ -25,8 +25,7 @@ from tokenmill.runner.batch import Rows
 from tokenmill.runner.cpu_threads import cpu_threads
 from tokenmill.runner.drawing import Sampled, Unsampled
 from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
-from tokenmill.runner.graph_sets import StepGraphs, open_graphs, open_lane_graphs
-from tokenmill.runner.graphs import DecodeGraphs
+from tokenmill.runner.graph_sets import GraphSets, open_graphs, open_lane_graphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import tokens_of, wishes
 from tokenmill.runner.lanes import Lanes
@@ -96,14 +95,14 @@ class LocalRunner:
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         num_parameters = self._weights.num_parameters
-        self._open_graphs = partial(
-            open_graphs, self._executor, self._rows, placement, num_parameters, spec.vocab_size, self._kernels
-        )
-        self._graphs = self._open_graphs()
         self._lanes = Lanes(placement.device, loaded.lane_kernels)
-        self._lane_graphs: StepGraphs | None = None
-        self._open_lane_graphs = partial(
-            open_lane_graphs, self._executor, self._rows, placement, num_parameters, self._lanes
+        shared = (self._executor, self._rows, placement, num_parameters)
+        self._graphs = GraphSets(
+            partial(open_graphs, *shared, spec.vocab_size, self._kernels),
+            partial(open_lane_graphs, *shared, self._lanes),
+            self._lanes,
+            kernels=self._kernels,
+            tell=self._tell_of_graphs,
         )
         self._profiler = Profiler(placement.device)
         self._calls = self._call_table()
@@ -130,47 +129,29 @@ class LocalRunner:
             "get_weights_by_name": partial(self._with_weights, self._weights.read),
             "release_memory": self._release_memory,
             "resume_memory": self._resume_memory,
-            "open_graphs": self._reopen_graphs,
+            "open_graphs": self._graphs.reopen,
         }
 
     @property
     def preparation_seconds(self) -> float:
         """See `messages.Runner`."""
-        graphs, _ = self._wanting
-        return 0.0 if graphs is None else graphs.wanted_seconds
+        return self._graphs.preparation_seconds
 
     def rehearse(self) -> None:
-        """Load the kernels of the graph that larger ones have stood in for."""
-        graphs, lane = self._wanting
-        if graphs is not None:
-            self._attempt(graphs.rehearse_wanted, lane)
+        """See `messages.Runner`."""
+        self._graphs.rehearse()
 
     def prepare(self) -> None:
-        """Capture that graph."""
-        graphs, lane = self._wanting
-        if graphs is not None:
-            self._attempt(graphs.capture_wanted, lane)
+        """See `messages.Runner`."""
+        self._graphs.prepare()
 
     def put_off(self) -> None:
-        """Forget that it is wanted."""
-        graphs, _ = self._wanting
-        if graphs is not None:
-            graphs.forget_wanted()
+        """See `messages.Runner`."""
+        self._graphs.put_off()
 
-    @property
-    def _wanting(self) -> tuple[DecodeGraphs | None, Lane]:
-        """Those that want a graph, and its lane; None: nobody does."""
-        for lane, graphs in ((Lane.WHOLE, self._graphs), (Lane.DECODES, self._lane_graphs)):
-            if graphs is not None and graphs.decodes.wanted_seconds:
-                return graphs.decodes, lane
-        return None, Lane.WHOLE
-
-    def _attempt(self, capture: Callable[[], None], lane: Lane) -> None:
-        try:
-            with torch.inference_mode(), self._lanes.within(lane):
-                capture()
-        except Exception as error:
-            self._tell_of_graphs(error)
+    def prepare_more(self, num_rows: int) -> bool:
+        """See `messages.Runner`."""
+        return self._graphs.prepare_more(num_rows)
 
     def launch(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step; nothing is waited for but kernels that are being compiled."""
@@ -202,15 +183,9 @@ class LocalRunner:
                     drawn = self._steps.draw(step.work, step.runnable, masks)
             self._results_of(step.plan.lane).append(self._send(step.plan, drawn))
 
-    def part(self) -> bool:
+    def part(self, num_rows: int) -> bool:
         """See `messages.Runner`."""
-        if self._lane_graphs is None and self._graphs is not None and self._lanes.are_open():
-            try:
-                self._lane_graphs = self._open_lane_graphs()
-            except RuntimeError as error:  # no memory, say; steps with prompts go on as they did
-                _log.warning("prompts are not computed beside rows that decode: %s", error)
-                self._lanes.close()
-        return self._lane_graphs is not None
+        return self._graphs.part(num_rows)
 
     def has_prompts(self) -> bool:
         """See `messages.Runner`."""
@@ -222,8 +197,8 @@ class LocalRunner:
         self._quarantine.collected(results.losses)
         try:
             seconds = results.wait()
-            if self._graphs is not None:
-                self._graphs.draws.note_wait(seconds)
+            if self._graphs.whole is not None:
+                self._graphs.whole.draws.note_wait(seconds)
             return results.result()
         except Exception as error:
             results.losses.fail_all(results.plan, self._quarantine.judge(error))
@@ -242,7 +217,7 @@ class LocalRunner:
         """Free the device memory; the runner cannot be used afterwards."""
         if self._kernels is not None:
             self._kernels.cancel()
-        self._close_graphs()
+        self._graphs.close()
         self._lanes.close()
         self._profiler.close()
         self._in_flight.clear()
@@ -254,8 +229,6 @@ class LocalRunner:
             self._quarantine,
             self._steps,
             self._graphs,
-            self._open_graphs,
-            self._open_lane_graphs,
             self._weights,
             self._calls,
         )
@@ -300,7 +273,7 @@ class LocalRunner:
 
     def _replay(self, plan: StepPlan) -> _Work | None:
         """Queue the step as a graph; None if none fits it: its page-table entries are written, then."""
-        graphs = self._graphs if plan.lane is Lane.WHOLE else self._lane_graphs
+        graphs = self._graphs.of(plan.lane)
         late = self._rows.extras.are_late(plan.slots) or self._rows.hides_stops(plan)
         only_decodes = plan.num_decodes == len(plan.slots)
         if graphs is not None and only_decodes:
@@ -334,9 +307,9 @@ class LocalRunner:
 
     def _draw_made(self, plan: StepPlan, made: Unsampled, masks: TokenMasks | None) -> list[DrawnPart]:
         """Draw from the logits of a graph, whose rows after the plan's are spare ones."""
-        needs = self._rows.masked_needs(plan.slots)
-        if self._graphs is not None and needs is not None and not self._rows.hides_stops(plan):
-            sampled = self._graphs.draws.replay(made, needs, plan.slots, masks)
+        needs, graphs = self._rows.masked_needs(plan.slots), self._graphs.whole
+        if graphs is not None and needs is not None and not self._rows.hides_stops(plan):
+            sampled = graphs.draws.replay(made, needs, plan.slots, masks)
             if sampled is not None:
                 return [_part(plan, sampled)]
         inputs, count = self._rows.sampling_inputs(plan), len(plan.slots)
@@ -347,7 +320,8 @@ class LocalRunner:
     def _expect_masks(self, *, requests: Sequence[Request]) -> None:
         """Capture what the first steps of requests that wait for grammars are likely to replay."""
         waits_for_more = any(each.logprobs or each.hidden_states or each.processor for each in requests)
-        if self._graphs is None or waits_for_more:
+        graphs = self._graphs.whole
+        if graphs is None or waits_for_more:
             return
         random = [each.params for each in requests if not each.params.is_greedy]
         is_filtered = any(each.top_k != -1 or each.top_p < 1 or each.min_p > 0 for each in random)
@@ -356,9 +330,9 @@ class LocalRunner:
         longest = max(len(request.prompt_ids) for request in requests) + 1
         try:
             with torch.inference_mode():
-                made = self._graphs.decodes.expect_late(num_rows, StepKind(longest_keys(longest)))
+                made = graphs.decodes.expect_late(num_rows, StepKind(longest_keys(longest)))
                 if made is not None:
-                    self._graphs.draws.expect(made, needs)
+                    graphs.draws.expect(made, needs)
         except Exception as error:  # a step will tell
             self._quarantine.judge(error)
 
@@ -373,7 +347,7 @@ class LocalRunner:
 
     def _release_memory(self, *, tags: Collection[str]) -> None:
         """Give up what the tags name, and the graphs, which hold addresses of everything."""
-        self._close_graphs()
+        self._graphs.close()
         if "kv_cache" in tags:
             self._executor.release_pool()
         if "weights" in tags:
@@ -381,16 +355,8 @@ class LocalRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _close_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.decodes.close()
-            self._graphs.draws.close()
-        if self._lane_graphs is not None:
-            self._lane_graphs.decodes.close()
-        self._graphs = self._lane_graphs = None
-
     def _resume_memory(self, *, tag: str) -> None:
-        """Take back what one tag names; graphs wait for `_reopen_graphs`."""
+        """Take back what one tag names; graphs wait for "open_graphs"."""
         problem = self._take_back(tag)
         if problem is not None:
             raise WrongState(
@@ -409,10 +375,6 @@ class LocalRunner:
             return str(error)
         return None
 
-    def _reopen_graphs(self) -> None:
-        """Everything is where it will stay; steps may be captured again."""
-        self._graphs = self._open_graphs()
-
     def _memory(self) -> dict[str, int]:
         """Bytes in use and free; `graph_bytes` is what captured steps hold."""
         if self._device.type == "cpu":
@@ -420,9 +382,7 @@ class LocalRunner:
         free, total = torch.cuda.mem_get_info(self._device)
         return {
             "cache_bytes": self._executor.pool.num_bytes,
-            "graph_bytes": sum(
-                each.num_bytes for each in (self._graphs, self._lane_graphs) if each is not None
-            ),
+            "graph_bytes": self._graphs.num_bytes,
             "allocated_bytes": torch.cuda.memory_allocated(self._device),
             "free_bytes": free,
             "total_bytes": total,

@@ -153,7 +153,6 @@ class Scout:
         with beside, on_processors(num_processors):
             for size in sorted(set(lane_sizes(most)) & {*_TILED, most}):
                 self._forward(size, StepKind())
-            self._forward(most, StepKind(longest=SHORT_KEYS))
         _log.debug("%d more kernels beside prompts", beside.num_kernels)
         return beside
 

@@ -1,0 +1,164 @@
+"""What is captured before it is wanted: in which order, and what it waits for. Graphs are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokenmill.messages import Lane
+from tokenmill.runner.capture import CapturePolicy, lane_sizes
+from tokenmill.runner.graph_sets import GraphSets
+
+pytestmark = pytest.mark.unit
+
+
+class MadeDecodes:
+    """Graphs of the sizes of a policy; notes what is captured."""
+
+    wanted_seconds = 0.0
+
+    def __init__(self, policy: CapturePolicy, captured: list[tuple[Lane, int]], lane: Lane) -> None:
+        self._policy = policy
+        self._captured = captured
+        self._lane = lane
+        self.error: Exception | None = None
+
+    def next_size(self, num_rows: int) -> int | None:
+        return next(iter(self._policy.lacking("any", num_rows)), None)
+
+    def are_ready(self, num_rows: int) -> bool:
+        return not self._policy.lacking("any", num_rows)
+
+    def capture_size(self, size: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self._captured.append((self._lane, size))
+        self._policy.captured(size, "any", seconds=0.01)
+
+    def close(self) -> None:
+        pass
+
+
+class Within:
+    """Stands in for a block."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class MadeSets(GraphSets):
+    """Up to 256 rows. Lanes open when they were asked for a second time, if they `can_open`."""
+
+    def __init__(self, *, has_graphs: bool = True, can_open: bool = True, is_over: bool = True) -> None:
+        self.captured: list[tuple[Lane, int]] = []
+        self.told: list[Exception] = []
+        self.kernels = SimpleNamespace(is_over=is_over)
+        self.num_asked = 0
+        self.can_open = can_open
+        lanes: Any = SimpleNamespace(within=lambda lane: Within(), are_open=self._open, close=lambda: None)
+        lanes.are_opening = can_open
+        kernels: Any = self.kernels
+        super().__init__(
+            lambda: self._made(Lane.WHOLE, None) if has_graphs else None,
+            lambda: self._made(Lane.DECODES, lane_sizes(256)),
+            lanes,
+            kernels=kernels,
+            tell=self.told.append,
+        )
+
+    def _open(self) -> bool:
+        self.num_asked += 1
+        self._lanes.are_opening = self.can_open and self.num_asked < 2  # type: ignore[misc]
+        return self.can_open and self.num_asked >= 2
+
+    def _made(self, lane: Lane, sizes: list[int] | None) -> Any:
+        policy = CapturePolicy(256, row_seconds=1.0, sizes=sizes)
+        return SimpleNamespace(
+            decodes=MadeDecodes(policy, self.captured, lane), draws=SimpleNamespace(close=lambda: None)
+        )
+
+
+W, D = Lane.WHOLE, Lane.DECODES
+
+
+def test_what_serves_most_is_captured_first_in_lanes_too() -> None:
+    sets = MadeSets()
+    while sets.prepare_more(128):
+        pass
+    assert sets.captured[:5] == [(W, 128), (D, 128), (W, 64), (D, 64), (W, 96)]
+    assert {size for lane, size in sets.captured if lane is D} == {64, 128}
+    assert sets.part(128)
+    assert not sets.part(129)
+    assert not sets.prepare_more(128)
+    assert sets.prepare_more(256)
+    assert sets.captured[-1] == (W, 256)
+
+
+def test_lanes_are_of_no_use_before_their_graphs_are_there() -> None:
+    sets = MadeSets()
+    assert not sets.part(64)  # opens them
+    assert not sets.part(64)
+    assert sets.beside is not None
+    assert sets.captured == []
+    while not sets.part(64):
+        assert sets.prepare_more(64)
+    assert sets.captured == [(W, 64), (D, 64)]
+
+
+@pytest.mark.parametrize("can_open", [True, False])
+def test_without_lanes_there_is_an_end_too(can_open: bool) -> None:
+    sets = MadeSets(can_open=can_open)
+    count = 0
+    while sets.prepare_more(256):
+        count += 1
+        assert count < 100
+    assert {lane for lane, _ in sets.captured} == ({W, D} if can_open else {W})
+    assert len(sets.captured) == len(set(sets.captured)) == count
+
+
+def test_lanes_that_open_are_waited_for() -> None:
+    """Where nothing else is left."""
+    sets = MadeSets()
+    assert sets.whole is not None
+    while (size := sets.whole.decodes.next_size(256)) is not None:
+        sets.whole.decodes.capture_size(size)
+    sets.captured.clear()
+    assert sets.prepare_more(256)
+    assert sets.captured == []
+    assert sets.prepare_more(256)
+    assert sets.captured == [(D, 256)]
+
+
+def test_nothing_waits_for_kernels_that_are_compiled() -> None:
+    sets = MadeSets(is_over=False)
+    assert sets.prepare_more(256)
+    assert sets.captured == []
+    sets.kernels.is_over = True
+    assert sets.prepare_more(256)
+    assert sets.captured == [(W, 256)]
+
+
+def test_a_capture_that_fails_is_the_last_for_now() -> None:
+    sets = MadeSets(can_open=False)
+    failing: Any = sets.whole
+    failing.decodes.error = RuntimeError("for the test")
+    assert not sets.prepare_more(256)
+    assert [str(error) for error in sets.told] == ["for the test"]
+    failing.decodes.error = None
+    assert sets.prepare_more(256)
+
+
+def test_closed_graphs_are_not_captured() -> None:
+    sets = MadeSets(can_open=False)
+    while sets.prepare_more(8):
+        pass
+    sets.close()
+    assert not sets.prepare_more(8)
+    assert sets.of(W) is sets.of(D) is None
+    sets.reopen()
+    sets.captured.clear()
+    assert sets.prepare_more(8)
+    assert sets.captured == [(W, 8)]
+    assert not MadeSets(has_graphs=False).prepare_more(8)
