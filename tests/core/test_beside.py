@@ -104,6 +104,39 @@ def test_prompts_run_beside_rows_that_outlast_them(harness: Make, make_request: 
         assert tokens_of(outputs[request.id]) == run_alone(request)[0]
 
 
+@pytest.mark.parametrize(
+    ("outputs", "beside"),
+    [
+        ([300, 200, 190, 180, 40, 30, 20, 10], {0}),
+        ([300, 290, 240, 230, 40, 30, 20, 10], {0, 1}),
+        ([300, 290, 280, 240, 40, 30, 20, 10], {0, 1, 2}),
+        ([300, 299, 283, 282, 281, 280, 279, 278], {0, 1, 2, 3, 4, 5}),  # the last ones are done with all
+    ],
+)
+def test_who_has_less_to_draw_is_held_back_while_prompts_are_computed(
+    harness: Make, make_request: Make, outputs: list[int], beside: set[int]
+) -> None:
+    requests = job(make_request, outputs)
+    world = harness(num_pages=800, max_rows=8, max_step_tokens=16, max_sequence_tokens=320, policy=None)
+    runner, found = run(world, requests)
+    assert runner.lanes().count("prompts") == 3
+    rows = [*dict.fromkeys(slot for plan in runner.plans for slot in plan.slots.tolist())]
+    decoding = [plan.slots.tolist() for plan in runner.plans if plan.lane is Lane.DECODES]
+    assert {rows.index(slot) for slots in decoding for slot in slots} == beside
+    for request in requests:
+        assert tokens_of(found[request.id]) == run_alone(request)[0]
+
+
+def test_nobody_is_held_back_where_prompts_outlast_all_rows(harness: Make, make_request: Make) -> None:
+    """Work is all that is left, then."""
+    requests = job(make_request, [47, 31, 12, 11, 10, 9, 8, 7])
+    world = harness(num_pages=400, max_rows=8, max_step_tokens=16, max_sequence_tokens=120, policy=None)
+    runner, _ = run(world, requests)
+    first = runner.plans[0].slots.tolist()
+    beside = [plan.slots.tolist() for plan in runner.plans if plan.lane is Lane.DECODES]
+    assert beside[0] == first
+
+
 def test_the_last_prompts_need_not_fill_a_step(harness: Make, make_request: Make) -> None:
     """Rows that decode would wait for them; a few tokens are not worth it."""
     for last, num_beside in ((5, 2), (3, 1)):
@@ -195,6 +228,7 @@ def test_a_row_that_leaves_its_prompt_is_waited_for(harness: Make, make_request:
     opens_at=st.integers(0, 3),
     lags=st.booleans(),
     num_cancelled=st.integers(0, 3),
+    level=st.integers(0, 20),
 )
 def test_nobody_gets_other_tokens(
     harness: Make,
@@ -207,6 +241,7 @@ def test_nobody_gets_other_tokens(
     opens_at: int,
     lags: bool,
     num_cancelled: int,
+    level: int,
 ) -> None:
     """With room for few requests they preempt each other; some are cancelled."""
     requests = [
@@ -217,6 +252,7 @@ def test_nobody_gets_other_tokens(
     cancelled = [request.id for request in requests[:num_cancelled]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beside, "_STEPS_BESIDE", -100)  # whoever outlasts whom
+        patch.setattr(beside, "_LEVEL", level)
         _, outputs = run(world, requests, depth=depth, seed=seed, opens_at=opens_at, cancelled=cancelled)
     for request in requests:
         tokens, finish = run_alone(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,12 +40,16 @@ class Runner:
         self.in_flight_when_put_off: list[int] = []
         self.in_flight_at_launches: list[int] = []
         self.prepared_before: list[tuple[int, int]] = []  # for how many rows, and steps in flight then
-        self.num_at_rest = 0  # preparations that are left for when there is nothing to do
+        self.launched_before_preparing: list[int] = []
+        self.num_at_rest = 0  # preparations that are left for when there is time, each of which takes
+        self.seconds_before = 0.0
 
-    def prepare_more(self, num_rows: int) -> bool:
+    def prepare_more(self, num_rows: int) -> float | None:
         self.prepared_before.append((num_rows, self.in_flight))
+        self.launched_before_preparing.append(self.num_launched)
+        self.now += self.seconds_before
         self.num_at_rest -= 1
-        return self.num_at_rest > 0
+        return 0.0 if self.num_at_rest > 0 else None
 
     @property
     def preparation_seconds(self) -> float:
@@ -204,6 +209,17 @@ def test_the_host_prepares_for_all_that_wait_while_long_prompts_are_computed(
     assert {rows for rows, _ in runner.prepared_before} <= {3}
     for request in requests:
         assert tokens_of(outputs[request.id]) == run_alone(request)[0]
+
+
+def test_as_much_is_prepared_as_there_is_time_for(harness: Make, make_request: Make) -> None:
+    """Half of what a step is known to take: at first nothing, then 4.9 and more of the runner's seconds."""
+    requests = [make_request(name, [*range(at, at + 60)], 4) for at, name in enumerate("abcdefg", 1)]
+    world = harness(num_pages=200, max_step_tokens=32)
+    runner = Runner(world.mill, 2, {})
+    runner.num_at_rest, runner.seconds_before = 10**9, 0.9
+    run_loop(world, runner, requests, clock=lambda: runner.now)
+    launched = Counter(runner.launched_before_preparing)
+    assert [launched[number] for number in range(2, 8)] == [1, 1, 2, 3, 3, 3]
 
 
 def test_steps_that_decode_leave_no_time(harness: Make, make_request: Make) -> None:

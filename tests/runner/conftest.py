@@ -82,8 +82,8 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
 
     prepare_more = graph_sets.GraphSets.prepare_more
 
-    def prepare_if_wanted(self: graph_sets.GraphSets, num_rows: int) -> bool:
-        return calls.captures_at_rest and prepare_more(self, num_rows)
+    def prepare_if_wanted(self: graph_sets.GraphSets, num_rows: int) -> float | None:
+        return prepare_more(self, num_rows) if calls.captures_at_rest else None
 
     monkeypatch.setattr(graph_sets.GraphSets, "prepare_more", prepare_if_wanted)
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")

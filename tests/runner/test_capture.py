@@ -63,6 +63,41 @@ def test_what_serves_most_comes_first() -> None:
     assert policy.lacking("filtered", 64)[0] == 64
 
 
+@pytest.mark.parametrize(
+    ("captured", "num_rows", "are_ready"),
+    [
+        ((), 1, False),
+        ((256,), 1, False),
+        ((256,), 256, False),
+        ((64,), 1, True),
+        ((64,), 65, False),
+        ((16, 64, 128), 100, True),
+        ((128,), 20, False),  # would be padded by many
+        ((16, 64, 128, 256, 512), 512, True),
+        ((64, 128, 192), 192, True),
+        ((64, 128, 192), 193, False),
+        ((64, 192), 192, False),
+        ((64, 128, 256, 512, 1000), 2000, True),  # no more can run
+    ],
+)
+def test_graphs_are_ready_where_none_is_much_too_large(
+    captured: tuple[int, ...], num_rows: int, are_ready: bool
+) -> None:
+    policy = CapturePolicy(1000, row_seconds=1.0, sizes=lane_sizes(1000))
+    for size in captured:
+        policy.captured(size, "plain", seconds=0.1)
+    assert policy.are_ready("plain", num_rows) is are_ready
+    assert not policy.are_ready("filtered", num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 20, 64, 200, 256, 300, 1000])
+def test_what_is_lacking_makes_lanes_ready(num_rows: int) -> None:
+    policy = CapturePolicy(1000, row_seconds=1.0, sizes=lane_sizes(1000))
+    for size in policy.lacking("plain", num_rows):
+        policy.captured(size, "plain", seconds=0.1)
+    assert policy.are_ready("plain", num_rows)
+
+
 def test_no_graph_has_as_many_rows_as_products_are_slow_with() -> None:
     costs = Costs(1024)
     for _ in range(1000):

@@ -207,7 +207,6 @@ def test_graphs_are_there_before_they_are_wanted(made: MadeGraphs) -> None:
     assert made.size_for(9) == 16
     assert made.size_for(2) == 16
     assert made.wanted_seconds == 0.01
-    assert not made.are_ready(16)
     while (size := made.next_size(16)) is not None:
         made.capture_size(size)
     assert made.captured == [16, PLAIN, 8, PLAIN, 4, PLAIN, 2, PLAIN, 1, PLAIN]

@@ -4,7 +4,8 @@ Each side has processors of its own, then. Prompts keep theirs busy, whatever el
 steps of rows that decode are not as much slower as they have fewer: they wait for memory, and for one kernel
 after the other. Together both take 10 to 25 percent less time than one after the other. It helps only a job
 whose end comes sooner by the steps that are done meanwhile: those that decode must have more to draw than any
-that wait.
+that wait. For the same reason not all of them decode meanwhile: fewer rows take less time, and the end comes
+when those are done that have most to draw.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tokenmill.core.plan import Flight
+import numpy as np
+
+from tokenmill.core.plan import Flight, SchedulerLimits
 from tokenmill.core.policy import PriorityQueue, WaitingQueue
 from tokenmill.core.request import Decoding, Phase, RequestState, Rows
 
 # Steps that rows do, roughly, while a full step of prompts is computed.
 _STEPS_BESIDE = 16
+# How many tokens less than others a row may have to draw that is not held back for them.
+_LEVEL = 2 * _STEPS_BESIDE
 # Of a full step, what is worth one behind others: rows that decode need not wait for its end.
 _LEAST_SHARE = 0.25
 
@@ -87,8 +92,35 @@ def pay_apart(
     if any(state.num_retractions for state in waiting):  # those who ran before go first
         return False
     enough = max_step_tokens * (_LEAST_SHARE if are_apart else 1)
-    num_tokens = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
-    if num_tokens + sum(state.num_prompt for state in waiting) < enough:
+    if _num_prompt_tokens(waiting, prefilling, rows) < enough:
         return False
     longest = max(state.limit - state.num_prompt for state in waiting)
     return rows.most_left(decoding.slots) >= longest + _STEPS_BESIDE
+
+
+def to_hold_back(
+    num_in_flight: int,
+    waiting: WaitingQueue | PriorityQueue,
+    prefilling: Sequence[RequestState],
+    decoding: Decoding,
+    rows: Rows,
+    limits: SchedulerLimits,
+) -> list[RequestState]:
+    """Who is not to decode until the next of the prompts beside, of which some steps are in flight, is done:
+    those that have less to draw than others, if these outlast all prompts to come."""
+    if not num_in_flight:
+        return []
+    left = rows.end[decoding.slots] - rows.computed[decoding.slots]
+    most = int(left.max(initial=0))
+    num_steps = num_in_flight + _num_prompt_tokens(waiting, prefilling, rows) / limits.max_step_tokens
+    if most < _STEPS_BESIDE * num_steps:
+        return []
+    return [decoding.states[at] for at in np.flatnonzero(left < most - _LEVEL).tolist()]
+
+
+def _num_prompt_tokens(
+    waiting: WaitingQueue | PriorityQueue, prefilling: Sequence[RequestState], rows: Rows
+) -> int:
+    """Tokens of prompts that are in no step yet, but for those in the cache."""
+    begun = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
+    return begun + sum(state.num_prompt for state in waiting)

@@ -6,6 +6,7 @@ Runs the same in a thread or in a process (`launch.py`); only this thread touche
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import queue
 import time
@@ -47,6 +48,8 @@ _SECONDS_AWAKE = 0.02
 _ROWS_AT_REST, _PAUSE_SECONDS = 256, 0.001
 # Of what a preparation takes, the part that is rehearsed.
 _REHEARSED_SHARE = 0.25
+# Of a step with many prompts, the part in which later ones are prepared.
+_SHARE_OF_STEP = 0.5
 # Results to take in for each step, while more are in flight than usual: that takes less than a step.
 _MOST_RESULTS = 3
 # Steps with prompts in a lane of their own: when one ends, another is there.
@@ -141,7 +144,7 @@ class Loop:
     @property
     def num_requests(self) -> int:
         """Requests that wait or run. May be asked by any thread."""
-        return self._scheduler.num_unfinished
+        return self._scheduler.num_waiting + self._scheduler.num_running
 
     @property
     def facts(self) -> EngineFacts:
@@ -183,8 +186,8 @@ class Loop:
             else:
                 self._runner.sample(None)
                 scheduler.settle()
-            if scheduler.num_in_flight >= depth > 1 and self._takes_long(plan):
-                self._runner.prepare_more(scheduler.num_unfinished)
+            if scheduler.num_in_flight >= depth > 1:
+                self._prepare_beside(plan)
         if scheduler.num_in_flight >= depth or plan is None:
             assert scheduler.awaits_steps, "requests wait, yet nothing can be scheduled"
             if scheduler.num_in_flight:
@@ -196,9 +199,17 @@ class Loop:
             self._collect(Lane.PROMPTS)
         self._control.stepped()
 
-    def _takes_long(self, plan: StepPlan) -> bool:
-        """Whether a step that has just been launched takes the device longer than the host needs for it."""
-        return 2 * len(plan.token_ids) >= self._runner.facts.max_step_tokens
+    def _prepare_beside(self, plan: StepPlan) -> None:
+        """Where the step just launched computes many prompts, which takes the device longer than the host,
+        let the runner prepare what the job is going to need, for a part of the time of such a step."""
+        if 2 * len(plan.token_ids) < self._runner.facts.max_step_tokens:
+            return
+        began, most = self._clock(), _SHARE_OF_STEP * self._step_clock.seconds
+        for count in itertools.count(1):
+            if self._runner.prepare_more(self.num_requests) != 0:
+                return
+            if (count + 1) / count * (self._clock() - began) > most:  # one more would take too long
+                return
 
     def _launch_prompts(self) -> None:
         """Launch prompts beside the rows that decode, where that pays; these have steps to run meanwhile."""
@@ -206,7 +217,7 @@ class Loop:
         while (
             scheduler.num_prompts_in_flight < _PROMPTS_IN_FLIGHT
             and scheduler.prompts_pay_apart
-            and runner.part(scheduler.num_unfinished)
+            and runner.part(self.num_requests)
         ):
             if scheduler.num_prompts_in_flight:  # else they would take the prompts with them
                 self._launch_ahead(self._clock(), self._planning_seconds)
@@ -305,9 +316,9 @@ class Loop:
                 self._get_ready()  # their grammars take long
                 if self._rest is not None:
                     self._rest()
-                while left is None and self._runner.prepare_more(_ROWS_AT_REST):
+                while left is None and (pause := self._runner.prepare_more(_ROWS_AT_REST)) is not None:
                     with contextlib.suppress(queue.Empty):
-                        return self._inbox.get(timeout=_PAUSE_SECONDS)
+                        return self._inbox.get(timeout=max(pause, _PAUSE_SECONDS))
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _receive(self, message: Message) -> None:

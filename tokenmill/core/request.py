@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -205,12 +206,16 @@ def note_first_tokens(states: list[RequestState]) -> None:
 
 
 class Decoding:
-    """The requests whose rows decode, in order. Both lists are only ever replaced: flights keep them."""
+    """The requests whose rows decode, in order. All lists are only ever replaced: flights keep them."""
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
         self.slots: IntArray = np.zeros(0, dtype=np.int32)
-        self._changed = False  # some of `states` decode no longer, or `slots` lacks some
+        # Those of them that decode in the next step: all but those that are held back, if there are any.
+        self.next_states = self.states
+        self.next_slots = self.slots
+        self._held: frozenset[RequestState] = frozenset()
+        self._changed = False  # some of `states` decode no longer, or the others are not up to date
 
     @property
     def last(self) -> RequestState | None:
@@ -228,12 +233,23 @@ class Decoding:
         """One of them decodes no longer."""
         self._changed = True
 
+    def hold_back(self, states: Iterable[RequestState]) -> None:
+        """Let these stay as they are, and no others, until this is called again."""
+        held = frozenset(states)
+        self._changed |= held != self._held
+        self._held = held
+
     def refresh(self) -> None:
         """Forget those that no longer decode."""
-        if self._changed:
-            self.states = [state for state in self.states if state.phase is Phase.DECODE]
-            self.slots = np.array([state.slot for state in self.states], dtype=np.int32)
-            self._changed = False
+        if not self._changed:
+            return
+        self.states = [state for state in self.states if state.phase is Phase.DECODE]
+        self.slots = np.array([state.slot for state in self.states], dtype=np.int32)
+        self.next_states, self.next_slots = self.states, self.slots
+        if self._held and (others := [state for state in self.states if state not in self._held]):
+            self.next_states = others
+            self.next_slots = np.array([state.slot for state in others], dtype=np.int32)
+        self._changed = False
 
 
 class Rows:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tokenmill.core.beside import PromptLane, pay_apart
+from tokenmill.core.beside import PromptLane, pay_apart, to_hold_back
 from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
 from tokenmill.core.intake import drawn, failed, show_hidden_states, show_prompts
@@ -73,11 +73,6 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that are neither waiting nor finished."""
         return len(self._states) - self.num_waiting
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that wait or run."""
-        return len(self._states)
 
     @property
     def num_in_flight(self) -> int:
@@ -203,7 +198,7 @@ class Scheduler:
         draft = PlanDraft()
         self._schedule_decodes(draft)
         # Never more than tokens of a step: each ended a prompt within one, or there are as few rows.
-        decodes = self._decoding.states
+        decodes = self._decoding.next_states
         prefills: list[RequestState] = []
         if not self._prompts:
             prefills = self._prefilling.schedule(draft, self._limits.max_step_tokens - len(decodes))
@@ -248,8 +243,16 @@ class Scheduler:
         plan = draft.build(Lane.PROMPTS)
         flight = Flight.of(plan, [], draft.chunks, ending=ending)
         self._prompts.launched(flight, ending, behind=self._flights[-1] if self._flights else None)
+        self._hold_back()
         self._queue.look_ahead()
         return plan
+
+    def _hold_back(self) -> None:
+        """Choose the rows that decode beside prompts."""
+        self._decoding.refresh()
+        coming = (self._queue, self._prefilling.states)
+        held = to_hold_back(len(self._prompts), *coming, self._decoding, self._rows, self._limits)
+        self._decoding.hold_back(held)
 
     def settle(self) -> None:
         """Note what the newest plan leads to, and put who waits into order before a plan needs it."""
@@ -280,17 +283,17 @@ class Scheduler:
         self._decoding.refresh()
         self._reserve_for_decodes(draft)
         self._decoding.refresh()
-        slots = self._decoding.slots
+        slots = self._decoding.next_slots
         starts = self._rows.computed[slots]
         self._rows.computed[slots] = starts + 1
         draft.set_decodes(slots, starts)
 
     def _reserve_for_decodes(self, draft: PlanDraft) -> None:
         """Give a page to each row that begins one, preempting the last rows when there is none."""
-        slots = self._decoding.slots
+        slots, states = self._decoding.next_slots, self._decoding.next_states
         needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
         cache, room = self._cache, self._rows.room
-        for state in [self._decoding.states[index] for index in needy.tolist()]:
+        for state in [states[index] for index in needy.tolist()]:
             pages = state.pages
             if pages is None:  # preempted for a row before it just now
                 continue
@@ -369,6 +372,7 @@ class Scheduler:
         if lane is Lane.PROMPTS:
             flight, ending = self._prompts.done()
             self._move_on(flight, ending)
+            self._hold_back()
         else:
             flight = self._flights.popleft()
         show_prompts(flight, result)  # also of rows that fail now: samples share the first one's

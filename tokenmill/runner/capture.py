@@ -21,9 +21,10 @@ _SHARE_WAITED_FOR = 0.3
 # So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward, with 7 to 14
 # billion parameters.
 _SLOW_SIZE = 448
-# Of the steps of a lane: fewer rows take hardly less time, and so do a few less than this measure, which is
-# too fine for more rows than some.
-_LANE_MEASURE, _MEASURED = 64, 256
+# Of the steps of a lane, whose rows are some dozen mostly: many more, and hardly ever the most, come last.
+_LANE_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
+# By so many rows, or to twice as many, any batch may be padded for a while.
+_COARSE = 64
 # What a row costs: its products at half the speed of a large GPU, and its share of all the rest. With some
 # hundred rows products wait for other things, and one of padding costs less.
 _FLOPS_PER_SECOND = 4e14
@@ -46,9 +47,10 @@ def order_of_use(size: int) -> tuple[int, int]:
 
 
 def lane_sizes(most: int) -> list[int]:
-    """Sizes worth a graph in a lane: fewer, for rows that decode beside prompts soon become more."""
-    measured = range(_LANE_MEASURE, most, _LANE_MEASURE)
-    return [size for size in measured if size <= _MEASURED or size & (size - 1) == 0] + [most]
+    """Sizes worth a graph in a lane: fewer, for rows that decode beside prompts soon become others."""
+    doubling = (2**power for power in range(most.bit_length()))
+    larger = [size for size in doubling if size > _LANE_SIZES[-1]]
+    return [size for size in (*_LANE_SIZES, *larger) if size < most] + [most]
 
 
 def row_seconds(num_parameters: int) -> float:
@@ -110,6 +112,17 @@ class CapturePolicy:
         captured = set(self._captured[kind])
         most = at_least(self._sizes, min(num_rows, self._sizes[-1]))
         return [size for size in self._in_order_of_use if size <= most and size not in captured]
+
+    def are_ready(self, kind: Hashable, num_rows: int) -> bool:
+        """Whether no number of rows up to this one would wait for a capture, or be padded by many rows."""
+        smaller = 0
+        for size in self._captured[kind]:
+            if size - smaller > max(_COARSE, smaller):
+                return False
+            if size >= min(num_rows, self._sizes[-1]):
+                return True
+            smaller = size
+        return False
 
     def serving(self, num_rows: int, kind: Hashable) -> int | None:
         """The smallest captured size for so many rows; None: there is none."""

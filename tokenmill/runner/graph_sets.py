@@ -30,6 +30,8 @@ _log = logging.getLogger("tokenmill")
 
 # Of a lane: what steps there lack is captured while rows that decode have the whole device.
 _MOST_WANTED = 16
+# Between two looks whether kernels, or lanes, are there.
+_SECONDS_TO_WAIT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +141,20 @@ class GraphSets:
         assert self.beside is not None
         return self.beside.decodes.are_ready(num_rows)
 
-    def prepare_more(self, num_rows: int) -> bool:
+    def prepare_more(self, num_rows: int) -> float | None:
         """See `messages.Runner`."""
         if self.whole is None:
-            return False
+            return None
         if self._kernels is not None and not self._kernels.is_over:
-            return True  # later
+            return _SECONDS_TO_WAIT
         are_opening = not self._are_parted() and self._lanes.are_opening
         sizes = [(graphs.next_size(num_rows), graphs, lane) for lane, graphs in self._decodes]
         lacking = [(size, graphs, lane) for size, graphs, lane in sizes if size is not None]
         if not lacking:
-            return are_opening
+            return _SECONDS_TO_WAIT if are_opening else None
         size, graphs, lane = min(lacking, key=lambda each: order_of_use(each[0]))
         with switching_often():
-            return self._attempt(partial(graphs.capture_size, size), lane)
+            return 0.0 if self._attempt(partial(graphs.capture_size, size), lane) else None
 
     def _are_parted(self) -> bool:
         """Whether lanes are open; begins to open them."""

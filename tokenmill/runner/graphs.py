@@ -114,8 +114,9 @@ class DecodeGraphs:
         self._num_put_off += 1
 
     def are_ready(self, num_rows: int) -> bool:
-        """Whether no number of rows up to this one, without special wishes, would wait for a capture."""
-        return not self._policy.lacking(_ANY_ROWS, num_rows)
+        """Whether no number of rows up to this one, without special wishes, would wait for a capture, or be
+        padded by many rows."""
+        return self._policy.are_ready(_ANY_ROWS, num_rows)
 
     def next_size(self, num_rows: int) -> int | None:
         """What is to be captured next for up to so many rows; None: nothing is, or can be."""

@@ -149,7 +149,7 @@ class LocalRunner:
         """See `messages.Runner`."""
         self._graphs.put_off()
 
-    def prepare_more(self, num_rows: int) -> bool:
+    def prepare_more(self, num_rows: int) -> float | None:
         """See `messages.Runner`."""
         return self._graphs.prepare_more(num_rows)
 
