@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 
@@ -23,6 +24,18 @@ def test_the_interval_is_short_within_and_what_it_was_behind() -> None:
         assert sys.getswitchinterval() == pytest.approx(0.02)
     finally:
         sys.setswitchinterval(usual)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
+def test_a_forked_process_has_the_interval_of_before() -> None:
+    """Whatever threads were in the middle of."""
+    usual = sys.getswitchinterval()
+    with switching_often():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sys.getswitchinterval() == pytest.approx(usual) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_blocks_of_several_threads_overlap() -> None:

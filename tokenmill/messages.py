@@ -384,7 +384,7 @@ class Runner(Protocol):
 
     def part(self, num_rows: int) -> bool:
         """Whether steps can be launched in lanes of their own now, with up to so many rows that decode; asked
-        only if `facts.has_lanes`. If they cannot, what they lack is there some time later."""
+        only if `facts.has_lanes`. What they lack may be there some time later, also by `prepare_more`."""
 
     def has_prompts(self) -> bool:
         """Whether the oldest step of `Lane.PROMPTS` is done; there must be one."""

@@ -6,6 +6,7 @@ that it captures, so beside a thread of the caller's that computes, a capture of
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,3 +33,16 @@ def switching_often() -> Iterator[None]:
             _num_blocks -= 1
             if _num_blocks == 0:
                 sys.setswitchinterval(_usual)
+
+
+def _forget() -> None:
+    """In a forked process: the other threads are gone with their blocks, and whoever held the lock."""
+    global _lock, _num_blocks
+    _lock = threading.Lock()
+    if _num_blocks:
+        sys.setswitchinterval(_usual)
+    _num_blocks = 0
+
+
+if hasattr(os, "register_at_fork"):  # else this system forks no processes
+    os.register_at_fork(after_in_child=_forget)

@@ -256,6 +256,8 @@ class Harness:
     def _launched(self, plan: StepPlan | None) -> StepPlan | None:
         if plan is not None:
             assert int(plan.counts.sum()) <= self.limits.max_step_tokens
+            rows, decoding = self.scheduler._rows, plan.slots[: plan.num_decodes]
+            assert all(plan.starts[: plan.num_decodes] < rows.room[decoding]), "a row without a page"
             self.plans.append(plan)
             self.mill.launch(plan)
         return plan

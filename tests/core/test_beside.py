@@ -127,6 +127,56 @@ def test_who_has_less_to_draw_is_held_back_while_prompts_are_computed(
         assert tokens_of(found[request.id]) == run_alone(request)[0]
 
 
+def test_who_is_listened_to_is_not_held_back(harness: Make, make_request: Make) -> None:
+    """Somebody wants the tokens of a stream as they come."""
+    requests = job(make_request, [300, 200, 190, 180, 40, 30, 20, 10])
+    requests[1] = make_request("1", list(requests[1].prompt_ids), 200, seed=1, report_interval=1)
+    world = harness(num_pages=800, max_rows=8, max_step_tokens=16, max_sequence_tokens=320, policy=None)
+    runner, _ = run(world, requests)
+    first = runner.plans[0].slots.tolist()
+    decoding = [plan.slots.tolist() for plan in runner.plans if plan.lane is Lane.DECODES]
+    assert decoding
+    assert all(slots == first for slots in decoding)
+
+
+def test_nobody_is_held_back_for_those_who_come_later(harness: Make, make_request: Make) -> None:
+    """One after the other could come."""
+    world = harness(num_pages=800, max_rows=16, max_step_tokens=16, max_sequence_tokens=320, lags=True)
+    world.submit(*job(make_request, [300, 200, 100, 90, 80, 70]))
+    first = world.launch().slots.tolist()
+    world.launch_prompts()
+    assert world.launch().slots.tolist() == first[:1]
+    world.submit(make_request("late", [4] * 8, 50))
+    world.launch_prompts()
+    assert world.launch().slots.tolist() == first
+
+
+def test_who_decodes_for_those_preempted_has_a_page(harness: Make, make_request: Make) -> None:
+    """All that lead give way in the middle of a plan, and one that was held back begins a page in it."""
+    prompt = [at * at % 5 for at in range(36)]
+    held = make_request("held", prompt, 8, seed=1)
+    leading = make_request("leading", [2, 2, 3, 4, 1, 2, 3, 4], 50, seed=2)
+    beside = make_request("beside", [*prompt, 1, 2, 3, 4, 1, 2, 3, 4], 10, seed=3)
+    world = harness(num_pages=15, max_rows=4, max_step_tokens=44, max_sequence_tokens=58, lags=True)
+    world.submit(held, leading)
+    world.launch()
+    world.submit(beside)
+    assert world.scheduler.prompts_pay_apart
+    world.launch_prompts()
+    world.take_in()
+    leads = world.launch().slots.tolist()
+    assert len(leads) == 1
+    world.take_in()
+    while world.launch().slots.tolist() == leads:
+        world.take_in()
+    assert world.scheduler.num_waiting == 2  # the leading one, and the one beside
+    world.take_in()
+    world.take_in(Lane.PROMPTS)
+    world.run()
+    for request in (held, leading, beside):
+        assert world.tokens(request.id) == run_alone(request)[0]
+
+
 def test_nobody_is_held_back_where_prompts_outlast_all_rows(harness: Make, make_request: Make) -> None:
     """Work is all that is left, then."""
     requests = job(make_request, [47, 31, 12, 11, 10, 9, 8, 7])
@@ -229,6 +279,7 @@ def test_a_row_that_leaves_its_prompt_is_waited_for(harness: Make, make_request:
     lags=st.booleans(),
     num_cancelled=st.integers(0, 3),
     level=st.integers(0, 20),
+    interval=st.sampled_from([0, 0, 3]),
 )
 def test_nobody_gets_other_tokens(
     harness: Make,
@@ -242,10 +293,13 @@ def test_nobody_gets_other_tokens(
     lags: bool,
     num_cancelled: int,
     level: int,
+    interval: int,
 ) -> None:
     """With room for few requests they preempt each other; some are cancelled."""
     requests = [
-        make_request(str(at), [(at * place) % 5 for place in range(prompt)], most, seed=at, report_interval=3)
+        make_request(
+            str(at), [(at * place) % 5 for place in range(prompt)], most, seed=at, report_interval=interval
+        )
         for at, (prompt, most) in enumerate(lengths)
     ]
     world = harness(num_pages=num_pages, max_step_tokens=max_step_tokens, policy=None, lags=lags, depth=depth)

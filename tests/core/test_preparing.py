@@ -228,11 +228,21 @@ def test_steps_that_decode_leave_no_time(harness: Make, make_request: Make) -> N
     assert runner.prepared_before == []
 
 
-def test_at_rest_one_thing_after_the_other_is_prepared(harness: Make, make_request: Make) -> None:
-    """Whoever comes meanwhile waits for one of them only."""
+@pytest.mark.parametrize("timeout", [None, 100.0])
+def test_at_rest_one_thing_after_the_other_is_prepared(
+    harness: Make, make_request: Make, timeout: float | None
+) -> None:
+    """Whoever comes meanwhile waits for one of them only; a deadline that is far away is none."""
     world, inbox, ended = harness(), Inbox(), threading.Event()
     runner = Runner(world.mill, 2, {})
-    runner.num_at_rest = 10**9
+    enough, more = threading.Semaphore(0), iter(range(20))
+
+    def prepare_more(num_rows: int) -> float | None:
+        runner.prepared_before.append((num_rows, runner.in_flight))
+        enough.release()
+        return None if next(more, None) is None else 0.0
+
+    runner.prepare_more = prepare_more  # type: ignore[method-assign]
     grammars: Any = SimpleNamespace(close=lambda: None)
     tokens: list[int] = []
 
@@ -243,20 +253,17 @@ def test_at_rest_one_thing_after_the_other_is_prepared(harness: Make, make_reque
                 ended.set()
 
     made: Any = partial(Loop, runner, world.scheduler, world.cache, grammars=grammars)
-    thread = threading.Thread(target=made(inbox=inbox, deliver=deliver).run)
+    thread = threading.Thread(target=made(inbox=inbox, deliver=deliver).run, daemon=True)
     thread.start()
+    request = make_request("a", [1, 2, 3], 6, timeout_seconds=timeout)
     try:
-        while len(runner.prepared_before) < 5:
-            time.sleep(0.001)
-        request = make_request("a", [1, 2, 3], 6)
+        for _ in range(5):
+            assert enough.acquire(timeout=10)
         inbox.put(Submit([request]))
         assert ended.wait(10)
-        runner.num_at_rest = 3
-        while runner.num_at_rest > 0:
-            time.sleep(0.001)
-        count = len(runner.prepared_before)
-        time.sleep(0.1)
-        assert len(runner.prepared_before) == count  # there is nothing left
+        for _ in range(16):
+            assert enough.acquire(timeout=10)
+        assert not enough.acquire(timeout=0.1)  # there is nothing left
     finally:
         inbox.put(Close())
         thread.join(10)

@@ -73,6 +73,17 @@ def test_other_work_is_waited_for_like_a_step() -> None:
         assert WHOLE in lanes._streams[lane].awaited
 
 
+def test_lanes_catch_up_with_the_whole_device() -> None:
+    lanes: Any = Lanes(torch.device("cpu"), None)
+    lanes._streams = {lane: Stream(lane) for lane in Lane}
+    lanes.catch_up()
+    assert {lane: stream.awaited for lane, stream in lanes._streams.items()} == {
+        WHOLE: [],
+        DECODES: [WHOLE],
+        PROMPTS: [WHOLE],
+    }
+
+
 def test_nothing_waits_before_lanes_are_open() -> None:
     lanes = Lanes(torch.device("cpu"), None)
     plan: Any = SimpleNamespace(lane=WHOLE, awaits_prompts=False)

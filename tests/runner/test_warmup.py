@@ -95,7 +95,7 @@ def test_a_scout_finds_the_steps_of_fewer_processors(
     with torch.inference_mode():
         found = scout(make_model(), context_length=256, max_running_requests=300).find_beside(64)
     assert {processors for processors, _ in steps} == {64}
-    assert {rows for _, rows in steps} == {64, 128, 192, 256, 300}
+    assert {rows for _, rows in steps} == {16, 32, 64, 128, 192, 256, 300}
     assert given_processors() == 0
     found.cancel()
 

@@ -41,6 +41,7 @@ class PromptLane:
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
         self._was_left = False
+        self._has_newcomers = False
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -62,7 +63,18 @@ class PromptLane:
     def done(self) -> tuple[Flight, list[RequestState]]:
         """The oldest one, and whose prompts have ended, but for those who left meanwhile."""
         step = self._steps.popleft()
+        self._has_newcomers &= bool(self._steps)
         return step.flight, [state for state in step.ending if state.phase is Phase.PREFILL]
+
+    @property
+    def may_hold_back(self) -> bool:
+        """Whether rows may wait for those prompts: there are some, and nobody has come since they began to be
+        computed. Else rows could wait for one newcomer after the other."""
+        return bool(self._steps) and not self._has_newcomers
+
+    def note_newcomers(self) -> None:
+        """Requests are submitted."""
+        self._has_newcomers = bool(self._steps)
 
     def note_leaving(self, state: RequestState) -> None:
         """Somebody gives up row and pages, which these steps may write to yet."""
@@ -75,23 +87,22 @@ class PromptLane:
 
 
 def pay_apart(
+    prompts: PromptLane,
     waiting: WaitingQueue | PriorityQueue,
     prefilling: Sequence[RequestState],
     decoding: Decoding,
     rows: Rows,
-    max_step_tokens: int,
-    *,
-    are_apart: bool,
+    limits: SchedulerLimits,
 ) -> bool:
     """Whether all that wait can run, a step is full of their prompts, and those that decode outlast them.
 
-    Where some `are_apart` already, a part of a step is enough.
+    Where some prompts are computed apart already, a part of a step is enough.
     """
     if not len(decoding.slots) or not 0 < len(waiting) <= rows.num_free:
         return False
     if any(state.num_retractions for state in waiting):  # those who ran before go first
         return False
-    enough = max_step_tokens * (_LEAST_SHARE if are_apart else 1)
+    enough = limits.max_step_tokens * (_LEAST_SHARE if len(prompts) else 1)
     if _num_prompt_tokens(waiting, prefilling, rows) < enough:
         return False
     longest = max(state.limit - state.num_prompt for state in waiting)
@@ -99,28 +110,30 @@ def pay_apart(
 
 
 def to_hold_back(
-    num_in_flight: int,
+    prompts: PromptLane,
     waiting: WaitingQueue | PriorityQueue,
     prefilling: Sequence[RequestState],
     decoding: Decoding,
     rows: Rows,
     limits: SchedulerLimits,
 ) -> list[RequestState]:
-    """Who is not to decode until the next of the prompts beside, of which some steps are in flight, is done:
-    those that have less to draw than others, if these outlast all prompts to come."""
-    if not num_in_flight:
+    """Who is not to decode until the oldest of the prompts in flight is done, when this is asked again: those
+    that have less to draw than others, if these outlast all prompts to come, and if nobody wants their tokens
+    before their end."""
+    if not prompts.may_hold_back:
         return []
     left = rows.end[decoding.slots] - rows.computed[decoding.slots]
     most = int(left.max(initial=0))
-    num_steps = num_in_flight + _num_prompt_tokens(waiting, prefilling, rows) / limits.max_step_tokens
+    num_steps = len(prompts) + _num_prompt_tokens(waiting, prefilling, rows) / limits.max_step_tokens
     if most < _STEPS_BESIDE * num_steps:
         return []
-    return [decoding.states[at] for at in np.flatnonzero(left < most - _LEVEL).tolist()]
+    behind = [decoding.states[at] for at in np.flatnonzero(left < most - _LEVEL).tolist()]
+    return [state for state in behind if not state.request.report_interval]
 
 
 def _num_prompt_tokens(
     waiting: WaitingQueue | PriorityQueue, prefilling: Sequence[RequestState], rows: Rows
 ) -> int:
-    """Tokens of prompts that are in no step yet, but for those in the cache."""
+    """Tokens of prompts that are in no step yet; of those that wait some may be in the cache."""
     begun = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
     return begun + sum(state.num_prompt for state in waiting)

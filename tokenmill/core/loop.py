@@ -316,9 +316,12 @@ class Loop:
                 self._get_ready()  # their grammars take long
                 if self._rest is not None:
                     self._rest()
-                while left is None and (pause := self._runner.prepare_more(_ROWS_AT_REST)) is not None:
+                while (pause := self._runner.prepare_more(_ROWS_AT_REST)) is not None:
                     with contextlib.suppress(queue.Empty):
                         return self._inbox.get(timeout=max(pause, _PAUSE_SECONDS))
+                    left = self._deadlines.seconds_left()
+                    if left is not None and left < _SECONDS_AWAKE:
+                        break
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _receive(self, message: Message) -> None:

@@ -234,7 +234,7 @@ class Decoding:
         self._changed = True
 
     def hold_back(self, states: Iterable[RequestState]) -> None:
-        """Let these stay as they are, and no others, until this is called again."""
+        """Let these stay as they are, and no others, until this is called again, or no others are left."""
         held = frozenset(states)
         self._changed |= held != self._held
         self._held = held

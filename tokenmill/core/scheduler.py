@@ -123,6 +123,7 @@ class Scheduler:
         Returns the ends of those that are refused, and of those that made way in a full queue.
         """
         ended: list[Output] = []
+        self._prompts.note_newcomers()
         for request in requests:
             assert request.id not in self._states, f"request id {request.id!r} is in use"
             state = RequestState(request, urgency=self._priorities.urgency(request))
@@ -216,14 +217,8 @@ class Scheduler:
         self._decoding.refresh()
         if self._num_late or self._priorities.enabled:
             return False
-        return pay_apart(
-            self._queue,
-            self._prefilling.states,
-            self._decoding,
-            self._rows,
-            self._limits.max_step_tokens,
-            are_apart=len(self._prompts) > 0,
-        )
+        coming = (self._queue, self._prefilling.states)
+        return pay_apart(self._prompts, *coming, self._decoding, self._rows, self._limits)
 
     @property
     def may_take_in_prompts(self) -> bool:
@@ -251,7 +246,7 @@ class Scheduler:
         """Choose the rows that decode beside prompts."""
         self._decoding.refresh()
         coming = (self._queue, self._prefilling.states)
-        held = to_hold_back(len(self._prompts), *coming, self._decoding, self._rows, self._limits)
+        held = to_hold_back(self._prompts, *coming, self._decoding, self._rows, self._limits)
         self._decoding.hold_back(held)
 
     def settle(self) -> None:
@@ -280,33 +275,36 @@ class Scheduler:
 
     def _schedule_decodes(self, draft: PlanDraft) -> None:
         """Add the rows that decode, in order."""
-        self._decoding.refresh()
         self._reserve_for_decodes(draft)
-        self._decoding.refresh()
         slots = self._decoding.next_slots
         starts = self._rows.computed[slots]
         self._rows.computed[slots] = starts + 1
         draft.set_decodes(slots, starts)
 
     def _reserve_for_decodes(self, draft: PlanDraft) -> None:
-        """Give a page to each row that begins one, preempting the last rows when there is none."""
-        slots, states = self._decoding.next_slots, self._decoding.next_states
-        needy = np.flatnonzero(self._rows.computed[slots] >= self._rows.room[slots])
+        """Give a page to each row that begins one, preempting the last rows when there is none: others may
+        come to decode for them, then."""
         cache, room = self._cache, self._rows.room
-        for state in [states[index] for index in needy.tolist()]:
-            pages = state.pages
-            if pages is None:  # preempted for a row before it just now
-                continue
-            num_columns = len(pages.tables[0])
-            num_tokens = num_columns * cache.page_size
-            cache.commit(pages, state.tokens, num_tokens=min(num_tokens, len(state.tokens)))
-            while not cache.reserve(pages, num_tokens + 1):
-                self._retract(self._last_row())
-                if state.pages is None:
-                    break
-            else:
-                room[state.slot] = num_tokens + cache.page_size
-                draft.add_page(state.slot, pages, column=num_columns)
+        while True:
+            self._decoding.refresh()
+            slots, states = self._decoding.next_slots, self._decoding.next_states
+            needy = np.flatnonzero(self._rows.computed[slots] >= room[slots])
+            if not len(needy):
+                return
+            for state in [states[index] for index in needy.tolist()]:
+                pages = state.pages
+                if pages is None:  # preempted for a row before it just now
+                    continue
+                num_columns = len(pages.tables[0])
+                num_tokens = num_columns * cache.page_size
+                cache.commit(pages, state.tokens, num_tokens=min(num_tokens, len(state.tokens)))
+                while not cache.reserve(pages, num_tokens + 1):
+                    self._retract(self._last_row())
+                    if state.pages is None:
+                        break
+                else:
+                    room[state.slot] = num_tokens + cache.page_size
+                    draft.add_page(state.slot, pages, column=num_columns)
 
     def _last_row(self) -> RequestState:
         """The least urgent running request, the youngest of them; there must be one."""

@@ -21,7 +21,7 @@ _SHARE_WAITED_FOR = 0.3
 # So many rows take cuBLAS twice as long as 416 or 480 in the first product of a feed-forward, with 7 to 14
 # billion parameters.
 _SLOW_SIZE = 448
-# Of the steps of a lane, whose rows are some dozen mostly: many more, and hardly ever the most, come last.
+# Of the steps of a lane, whose rows are some dozen mostly; there are powers of two for more.
 _LANE_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 # By so many rows, or to twice as many, any batch may be padded for a while.
 _COARSE = 64

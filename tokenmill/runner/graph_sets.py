@@ -65,14 +65,18 @@ class GraphSets:
         lanes: Lanes,
         *,
         kernels: ParallelCompilation | None,
+        has_room: Callable[[], bool],
         tell: Callable[[Exception], object],
     ) -> None:
-        """`tell` hears of captures that fail, where the error is handled."""
+        """`has_room` knows whether the device has memory for graphs that nobody wants yet. `tell` hears of
+        captures that fail, where the error is handled."""
         self._open_whole = open_whole
         self._open_beside = open_beside
         self._lanes = lanes
         self._kernels = kernels
+        self._has_room = has_room
         self._tell = tell
+        self._has_failed = False  # a capture of those that nobody wants yet
         self.whole = open_whole()  # of the whole device; None: there are no graphs
         self.beside: StepGraphs | None = None  # of the lanes; None: they are not open
 
@@ -87,7 +91,7 @@ class GraphSets:
 
     def reopen(self) -> None:
         """Begin anew after `close`."""
-        self.whole = self._open_whole()
+        self.whole, self._has_failed = self._open_whole(), False
 
     def close(self) -> None:
         """Let go of all graphs."""
@@ -143,24 +147,29 @@ class GraphSets:
 
     def prepare_more(self, num_rows: int) -> float | None:
         """See `messages.Runner`."""
-        if self.whole is None:
+        if self.whole is None or self._has_failed:
             return None
         if self._kernels is not None and not self._kernels.is_over:
             return _SECONDS_TO_WAIT
-        are_opening = not self._are_parted() and self._lanes.are_opening
+        are_opening = self._lanes.are_opening  # asked first: they may be open before the next line asks
+        are_opening |= not self._are_parted() and self._lanes.are_opening
         sizes = [(graphs.next_size(num_rows), graphs, lane) for lane, graphs in self._decodes]
         lacking = [(size, graphs, lane) for size, graphs, lane in sizes if size is not None]
         if not lacking:
             return _SECONDS_TO_WAIT if are_opening else None
+        if not self._has_room():
+            return None
         size, graphs, lane = min(lacking, key=lambda each: order_of_use(each[0]))
         with switching_often():
-            return 0.0 if self._attempt(partial(graphs.capture_size, size), lane) else None
+            self._has_failed = not self._attempt(partial(graphs.capture_size, size), lane)
+        return None if self._has_failed else 0.0
 
     def _are_parted(self) -> bool:
         """Whether lanes are open; begins to open them."""
         if self.beside is None and self.whole is not None and self._lanes.are_open():
             try:
                 self.beside = self._open_beside()
+                self._lanes.catch_up()
             except RuntimeError as error:  # no memory, say; steps with prompts go on as they did
                 _log.warning("prompts are not computed beside rows that decode: %s", error)
                 self._lanes.close()

@@ -170,22 +170,35 @@ class DecodeGraphs:
         may_put_off = needs is not None and self._num_put_off < _MOST_PUT_OFF
         may_put_off = may_put_off and len(self._wanted) < self._most_wanted
         size = self._policy.choose(num_rows, kind, may_put_off=may_put_off)
-        if size is not None and (size, kind) not in self._graphs:
-            serving = self._policy.serving(num_rows, kind)
-            if serving is not None and may_put_off and needs is not None:
-                self._wanted[size, kind], size = needs, serving
+        if size is None:  # nothing more can be captured
+            size, kind = self._serving(num_rows, kind)
+        elif (size, kind) not in self._graphs:
+            wanted, (size, kind) = (size, kind), self._serving(num_rows, kind)
+            # Where it is of another kind, the policy wants one of this kind at each step.
+            is_put_off = kind != wanted[1] and wanted in self._wanted
+            if size is not None and needs is not None and (may_put_off or is_put_off):
+                self._wanted[wanted] = needs
             else:
                 if len(self._wanted) >= self._most_wanted:  # there was no time for them
                     self._wanted.clear()
-                self._wanted.pop((size, kind), None)
-                self._capture_if_possible(size, kind, needs)
-                size = self._policy.serving(num_rows, kind)
+                self._wanted.pop(wanted, None)
+                self._capture_if_possible(*wanted, needs)
+                size, kind = self._serving(num_rows, wanted[1])
         if size is None:
             return None
         captured = self._graphs[size, kind]
         if captured.end(needs) is not None or self._add_end(captured, needs):
             return captured
         return self._larger(num_rows, kind, needs)
+
+    def _serving(self, num_rows: int, kind: StepKind) -> tuple[int | None, StepKind]:
+        """The smallest graph that there is for so many rows, of their kind or else for any length; None:
+        there is none."""
+        for each in (kind, replace(kind, longest=None)):
+            size = self._policy.serving(num_rows, each)
+            if size is not None:
+                return size, each
+        return None, kind
 
     def _capture_if_possible(self, size: int, kind: StepKind, needs: SamplingNeeds | None) -> None:
         """Capture a step and its end; without memory for both, neither is kept."""

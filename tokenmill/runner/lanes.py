@@ -138,6 +138,12 @@ class Lanes:
         with torch.cuda.stream(partition.stream), on_processors(partition.num_processors):
             yield
 
+    def catch_up(self) -> None:
+        """What is launched in lanes from now on runs behind all that was launched on the whole device, whose
+        memory it may have been given."""
+        for lane in (Lane.DECODES, Lane.PROMPTS):
+            self._streams[lane].wait_stream(self._streams[Lane.WHOLE])
+
     def note_other_work(self) -> None:
         """Something other than a step was launched on the whole device: steps in lanes run behind it, too."""
         for lane in (Lane.DECODES, Lane.PROMPTS):

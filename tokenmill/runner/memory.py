@@ -23,6 +23,8 @@ from tokenmill.runner.hardware import Placement
 _log = logging.getLogger("tokenmill")
 # What stays free for the allocator's fragmentation and for others on the same GPU.
 _GUARD_SHARE = 0.08
+# What may be taken for later needs leaves so much.
+_LEAST_SHARE = 0.04
 # A pool on a CPU takes at most this share of the free memory; untouched pages cost nothing.
 _CPU_SHARE = 0.25
 
@@ -105,3 +107,11 @@ def _free_host_bytes() -> int:
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         return page_bytes * os.sysconf("SC_AVPHYS_PAGES")
     return page_bytes * os.sysconf("SC_PHYS_PAGES") // 2  # macOS does not say what is free
+
+
+def has_room_to_spare(device: torch.device) -> bool:
+    """Whether memory may be taken for what steps may need some time."""
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    return free > _LEAST_SHARE * total

@@ -29,7 +29,7 @@ from tokenmill.runner.graph_sets import GraphSets, open_graphs, open_lane_graphs
 from tokenmill.runner.hardware import Placement, choose_device, place
 from tokenmill.runner.insight import tokens_of, wishes
 from tokenmill.runner.lanes import Lanes
-from tokenmill.runner.memory import PoolSize, build_executor, return_freed
+from tokenmill.runner.memory import PoolSize, build_executor, has_room_to_spare, return_freed
 from tokenmill.runner.profile import Profiler
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import StepKind, longest_keys
@@ -102,6 +102,7 @@ class LocalRunner:
             partial(open_lane_graphs, *shared, self._lanes),
             self._lanes,
             kernels=self._kernels,
+            has_room=partial(has_room_to_spare, self._device),
             tell=self._tell_of_graphs,
         )
         self._profiler = Profiler(placement.device)
