@@ -1,4 +1,7 @@
-"""A job that is killed again and again, at random moments, ends with the file of an undisturbed run."""
+"""A job that is killed again and again, at random moments, ends with the file of an undisturbed run.
+
+`TOKENMILL_TEST_KILLS` sets how often, for longer hunts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tokenmill.batch.records import find_all
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_KILLS = int(os.environ.get("TOKENMILL_TEST_KILLS", "50"))
+NUM_KILLS = int(os.environ.get("TOKENMILL_TEST_KILLS", "25"))
 NUM_ROWS = 4 * NUM_KILLS
 HEADER_BYTES = 64
 
@@ -121,7 +124,7 @@ def check_output(path: Path) -> set[int]:
 
 
 @pytest.mark.timeout(600)
-def test_killed_fifty_times_it_ends_with_the_file_of_an_undisturbed_run(tmp_path: Path, jobs: Jobs) -> None:
+def test_killed_often_it_ends_with_the_file_of_an_undisturbed_run(tmp_path: Path, jobs: Jobs) -> None:
     source, output, calm = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "calm.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(NUM_ROWS)))
     # In float32 a CPU computes a row alike in any batch; in bfloat16 sums depend on how many rows there are.
