@@ -198,13 +198,14 @@ def test_rows_that_wait_for_their_tokens_put_it_off(
     assert not late
 
 
-@pytest.mark.parametrize(("depth", "expected"), [(1, []), (2, [(3, 2)] * 3), (3, [(3, 3)] * 2)])
+@pytest.mark.parametrize(("depth", "expected"), [(1, []), (2, [(3, 2)] * 3), (3, [(3, 3)] * 3)])
 def test_the_host_prepares_for_all_that_wait_while_long_prompts_are_computed(
     harness: Make, make_request: Make, depth: int, expected: list[tuple[int, int]]
 ) -> None:
     """Three prompts of 60 tokens in steps of 32 at most."""
-    requests = [make_request(name, [*range(at, at + 60)], 4) for at, name in enumerate("abc", 1)]
-    runner, outputs = run(harness(num_pages=100, max_step_tokens=32), requests, depth=depth, wants={})
+    requests = [make_request(name, [*range(at, at + 60)], 40) for at, name in enumerate("abc", 1)]
+    world = harness(num_pages=200, max_step_tokens=32, max_sequence_tokens=128)
+    runner, outputs = run(world, requests, depth=depth, wants={})
     assert runner.prepared_before[: len(expected)] == expected
     assert {rows for rows, _ in runner.prepared_before} <= {3}
     for request in requests:
@@ -213,13 +214,19 @@ def test_the_host_prepares_for_all_that_wait_while_long_prompts_are_computed(
 
 def test_as_much_is_prepared_as_there_is_time_for(harness: Make, make_request: Make) -> None:
     """Half of what a step is known to take: at first nothing, then 4.9 and more of the runner's seconds."""
-    requests = [make_request(name, [*range(at, at + 60)], 4) for at, name in enumerate("abcdefg", 1)]
-    world = harness(num_pages=200, max_step_tokens=32)
+    requests = [make_request(name, [*range(at, at + 60)], 40) for at, name in enumerate("abcdefg", 1)]
+    world = harness(num_pages=300, max_step_tokens=32, max_sequence_tokens=128)
     runner = Runner(world.mill, 2, {})
     runner.num_at_rest, runner.seconds_before = 10**9, 0.9
     run_loop(world, runner, requests, clock=lambda: runner.now)
     launched = Counter(runner.launched_before_preparing)
     assert [launched[number] for number in range(2, 8)] == [1, 1, 2, 3, 3, 3]
+
+
+def test_nothing_is_prepared_for_requests_that_hardly_decode(harness: Make, make_request: Make) -> None:
+    requests = [make_request(name, [*range(at, at + 60)], 4) for at, name in enumerate("abc", 1)]
+    runner, _ = run(harness(num_pages=100, max_step_tokens=32), requests, wants={})
+    assert runner.prepared_before == []
 
 
 def test_steps_that_decode_leave_no_time(harness: Make, make_request: Make) -> None:

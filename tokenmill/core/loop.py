@@ -48,8 +48,8 @@ _SECONDS_AWAKE = 0.02
 _ROWS_AT_REST, _PAUSE_SECONDS = 256, 0.001
 # Of what a preparation takes, the part that is rehearsed.
 _REHEARSED_SHARE = 0.25
-# Of a step with many prompts, the part in which later ones are prepared.
-_SHARE_OF_STEP = 0.5
+# Of a step with many prompts, the part in which later ones are prepared, if so many are going to decode.
+_SHARE_OF_STEP, _FEWEST_STEPS = 0.5, 16
 # Results to take in for each step, while more are in flight than usual: that takes less than a step.
 _MOST_RESULTS = 3
 # Steps with prompts in a lane of their own: when one ends, another is there.
@@ -186,7 +186,7 @@ class Loop:
             else:
                 self._runner.sample(None)
                 scheduler.settle()
-            if scheduler.num_in_flight >= depth > 1:
+            if scheduler.num_in_flight >= depth > 1 and scheduler.may_decode(_FEWEST_STEPS):
                 self._prepare_beside(plan)
         if scheduler.num_in_flight >= depth or plan is None:
             assert scheduler.awaits_steps, "requests wait, yet nothing can be scheduled"

@@ -111,9 +111,12 @@ class Scheduler:
 
     def may_go_on(self, num_steps: int) -> bool:
         """Whether so many more steps may come without any new request."""
+        return bool(len(self._queue) or self._prefilling.states) or self.may_decode(num_steps)
+
+    def may_decode(self, num_steps: int) -> bool:
+        """Whether some row that decodes already may go on for so many steps."""
         self._decoding.refresh()
-        most_left = self._rows.most_left(self._decoding.slots)
-        return bool(len(self._queue) or self._prefilling.states or most_left >= num_steps)
+        return self._rows.most_left(self._decoding.slots) >= num_steps
 
     # ── requests in and out ───────────────────────────────────────────────────────────────────
 
