@@ -83,7 +83,7 @@ def measure(count: int, arguments: str) -> tuple[dict[str, int], dict[str, int],
     return before, after, num_alive
 
 
-@pytest.mark.parametrize(("count", "arguments"), [(15, "{}"), (2, '{"core_process": true}')])
+@pytest.mark.parametrize(("count", "arguments"), [(10, "{}"), (2, '{"core_process": true}')])
 def test_nothing_is_left_of_many_engines(count: int, arguments: str) -> None:
     before, after, num_alive = measure(count, arguments)
     assert num_alive == 0
