@@ -11,13 +11,14 @@ when those are done that have most to draw.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from tokenmill.core.plan import Flight, SchedulerLimits
 from tokenmill.core.policy import PriorityQueue, WaitingQueue
+from tokenmill.core.prefilling import Prefilling
 from tokenmill.core.request import Decoding, Phase, RequestState, Rows
 
 # Steps that rows do, roughly, while a full step of prompts is computed.
@@ -36,9 +37,21 @@ class _Step:
 
 
 class PromptLane:
-    """The steps of `Lane.PROMPTS` whose results were not taken in yet."""
+    """The steps of `Lane.PROMPTS` whose results were not taken in yet, and what follows from them."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        waiting: WaitingQueue | PriorityQueue,
+        prefilling: Prefilling,
+        decoding: Decoding,
+        rows: Rows,
+        limits: SchedulerLimits,
+    ) -> None:
+        self._waiting = waiting
+        self._prefilling = prefilling
+        self._decoding = decoding
+        self._rows = rows
+        self._limits = limits
         self._steps: deque[_Step] = deque()
         self._was_left = False
         self._has_newcomers = False
@@ -66,12 +79,6 @@ class PromptLane:
         self._has_newcomers &= bool(self._steps)
         return step.flight, [state for state in step.ending if state.phase is Phase.PREFILL]
 
-    @property
-    def may_hold_back(self) -> bool:
-        """Whether rows may wait for those prompts: there are some, and nobody has come since they began to be
-        computed. Else rows could wait for one newcomer after the other."""
-        return bool(self._steps) and not self._has_newcomers
-
     def note_newcomers(self) -> None:
         """Requests are submitted."""
         self._has_newcomers = bool(self._steps)
@@ -85,55 +92,40 @@ class PromptLane:
         was_left, self._was_left = self._was_left, False
         return was_left
 
+    def pays(self) -> bool:
+        """Whether one more is worth it: all that wait can run, a step is full of their prompts, and the rows
+        that decode outlast them.
 
-def pay_apart(
-    prompts: PromptLane,
-    waiting: WaitingQueue | PriorityQueue,
-    prefilling: Sequence[RequestState],
-    decoding: Decoding,
-    rows: Rows,
-    limits: SchedulerLimits,
-) -> bool:
-    """Whether all that wait can run, a step is full of their prompts, and those that decode outlast them.
+        Where there are some already, a part of a step is enough.
+        """
+        waiting, rows = self._waiting, self._rows
+        if not len(self._decoding.slots) or not 0 < len(waiting) <= rows.num_free:
+            return False
+        if any(state.num_retractions for state in waiting):  # those who ran before go first
+            return False
+        if self._num_steps_to_come < (_LEAST_SHARE if self._steps else 1):
+            return False
+        longest = max(state.limit - state.num_prompt for state in waiting)
+        return rows.most_left(self._decoding.slots) >= longest + _STEPS_BESIDE
 
-    Where some prompts are computed apart already, a part of a step is enough.
-    """
-    if not len(decoding.slots) or not 0 < len(waiting) <= rows.num_free:
-        return False
-    if any(state.num_retractions for state in waiting):  # those who ran before go first
-        return False
-    enough = limits.max_step_tokens * (_LEAST_SHARE if len(prompts) else 1)
-    if _num_prompt_tokens(waiting, prefilling, rows) < enough:
-        return False
-    longest = max(state.limit - state.num_prompt for state in waiting)
-    return rows.most_left(decoding.slots) >= longest + _STEPS_BESIDE
+    def hold_back(self) -> None:
+        """Choose who does not decode until the oldest of them is done, when this is to be called again: those
+        that have less to draw than others, if these outlast all prompts to come, and if nobody wants their
+        tokens before their end, or has come since they began: one newcomer after the other could come."""
+        self._decoding.refresh()
+        self._decoding.hold_back(self._with_less_to_draw() if self._steps and not self._has_newcomers else [])
 
+    def _with_less_to_draw(self) -> list[RequestState]:
+        left = self._rows.left(self._decoding.slots)
+        most = int(left.max(initial=0))
+        if most < _STEPS_BESIDE * (len(self._steps) + self._num_steps_to_come):
+            return []
+        less = [self._decoding.states[at] for at in np.flatnonzero(left < most - _LEVEL).tolist()]
+        return [state for state in less if not state.request.report_interval]
 
-def to_hold_back(
-    prompts: PromptLane,
-    waiting: WaitingQueue | PriorityQueue,
-    prefilling: Sequence[RequestState],
-    decoding: Decoding,
-    rows: Rows,
-    limits: SchedulerLimits,
-) -> list[RequestState]:
-    """Who is not to decode until the oldest of the prompts in flight is done, when this is asked again: those
-    that have less to draw than others, if these outlast all prompts to come, and if nobody wants their tokens
-    before their end."""
-    if not prompts.may_hold_back:
-        return []
-    left = rows.end[decoding.slots] - rows.computed[decoding.slots]
-    most = int(left.max(initial=0))
-    num_steps = len(prompts) + _num_prompt_tokens(waiting, prefilling, rows) / limits.max_step_tokens
-    if most < _STEPS_BESIDE * num_steps:
-        return []
-    behind = [decoding.states[at] for at in np.flatnonzero(left < most - _LEVEL).tolist()]
-    return [state for state in behind if not state.request.report_interval]
-
-
-def _num_prompt_tokens(
-    waiting: WaitingQueue | PriorityQueue, prefilling: Sequence[RequestState], rows: Rows
-) -> int:
-    """Tokens of prompts that are in no step yet; of those that wait some may be in the cache."""
-    begun = sum(len(state.tokens) - int(rows.computed[state.slot]) for state in prefilling)
-    return begun + sum(state.num_prompt for state in waiting)
+    @property
+    def _num_steps_to_come(self) -> float:
+        """Full steps that prompts make which are in none yet; of those that wait some may be in the cache."""
+        computed = self._rows.computed
+        begun = sum(len(state.tokens) - int(computed[state.slot]) for state in self._prefilling.states)
+        return (begun + sum(state.num_prompt for state in self._waiting)) / self._limits.max_step_tokens

@@ -186,8 +186,7 @@ class Loop:
             else:
                 self._runner.sample(None)
                 scheduler.settle()
-            if scheduler.num_in_flight >= depth > 1 and scheduler.may_decode(_FEWEST_STEPS):
-                self._prepare_beside(plan)
+            self._prepare_beside(plan)
         if scheduler.num_in_flight >= depth or plan is None:
             assert scheduler.awaits_steps, "requests wait, yet nothing can be scheduled"
             if scheduler.num_in_flight:
@@ -201,8 +200,12 @@ class Loop:
 
     def _prepare_beside(self, plan: StepPlan) -> None:
         """Where the step just launched computes many prompts, which takes the device longer than the host,
-        let the runner prepare what the job is going to need, for a part of the time of such a step."""
-        if 2 * len(plan.token_ids) < self._runner.facts.max_step_tokens:
+        and another one runs, let the runner prepare what the job is going to need, for a part of the time of
+        such a step."""
+        facts, scheduler = self._runner.facts, self._scheduler
+        if 2 * len(plan.token_ids) < facts.max_step_tokens or not scheduler.may_decode(_FEWEST_STEPS):
+            return
+        if not scheduler.num_in_flight >= facts.steps_in_flight > 1:
             return
         began, most = self._clock(), _SHARE_OF_STEP * self._step_clock.seconds
         for count in itertools.count(1):

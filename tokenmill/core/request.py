@@ -275,9 +275,14 @@ class Rows:
         """Rows with a request."""
         return self.max_rows - len(self._free)
 
+    def left(self, slots: IntArray) -> IntArray:
+        """The draws that each of these rows may still take."""
+        left: IntArray = self.end[slots] - self.computed[slots]
+        return left
+
     def most_left(self, slots: IntArray) -> int:
-        """The most draws that one of these rows may still take."""
-        return int((self.end[slots] - self.computed[slots]).max(initial=0))
+        """The most of these."""
+        return int(self.left(slots).max(initial=0))
 
     def enter(self, *, computed: int, room: int, end: int) -> int:
         """Take a free slot with these counts; there must be one."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tokenmill.core.beside import PromptLane, pay_apart, to_hold_back
+from tokenmill.core.beside import PromptLane
 from tokenmill.core.deadlines import timed_out
 from tokenmill.core.grammars import Guide
 from tokenmill.core.intake import drawn, failed, show_hidden_states, show_prompts
@@ -59,7 +59,7 @@ class Scheduler:
         self._decoding = Decoding()
         self._prefilling = Prefilling(self._queue, self._rows, cache)
         self._flights: deque[Flight] = deque()
-        self._prompts = PromptLane()  # beside them
+        self._prompts = PromptLane(self._queue, self._prefilling, self._decoding, self._rows, limits)
         self._ending: list[RequestState] | None = None  # whose prompts end in the newest plan, until `settle`
         self._ledger = LogprobLedger()
         self.num_drawn = 0  # tokens taken in since the start
@@ -220,8 +220,7 @@ class Scheduler:
         self._decoding.refresh()
         if self._num_late or self._priorities.enabled:
             return False
-        coming = (self._queue, self._prefilling.states)
-        return pay_apart(self._prompts, *coming, self._decoding, self._rows, self._limits)
+        return self._prompts.pays()
 
     @property
     def may_take_in_prompts(self) -> bool:
@@ -241,16 +240,9 @@ class Scheduler:
         plan = draft.build(Lane.PROMPTS)
         flight = Flight.of(plan, [], draft.chunks, ending=ending)
         self._prompts.launched(flight, ending, behind=self._flights[-1] if self._flights else None)
-        self._hold_back()
+        self._prompts.hold_back()
         self._queue.look_ahead()
         return plan
-
-    def _hold_back(self) -> None:
-        """Choose the rows that decode beside prompts."""
-        self._decoding.refresh()
-        coming = (self._queue, self._prefilling.states)
-        held = to_hold_back(self._prompts, *coming, self._decoding, self._rows, self._limits)
-        self._decoding.hold_back(held)
 
     def settle(self) -> None:
         """Note what the newest plan leads to, and put who waits into order before a plan needs it."""
@@ -373,7 +365,7 @@ class Scheduler:
         if lane is Lane.PROMPTS:
             flight, ending = self._prompts.done()
             self._move_on(flight, ending)
-            self._hold_back()
+            self._prompts.hold_back()
         else:
             flight = self._flights.popleft()
         show_prompts(flight, result)  # also of rows that fail now: samples share the first one's
