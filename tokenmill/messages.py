@@ -372,10 +372,9 @@ class Runner(Protocol):
     def put_off(self) -> None:
         """There is not to be a `prepare` now. What later steps would gain by is wanted again by these."""
 
-    def prepare_more(self, num_rows: int) -> float | None:
+    def prepare_more(self, num_rows: int) -> bool:
         """Make steps with up to so many rows faster before they come, while the host has nothing else to do,
-        for some hundredths of a second at most. Returns after how many seconds it may do more; None: nothing
-        is left."""
+        for some hundredths of a second at most. Whether it did, so that there may be more to do."""
 
     def launch(self, plan: StepPlan) -> None: ...
     def sample(self, masks: TokenMasks | None) -> None: ...

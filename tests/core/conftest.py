@@ -185,8 +185,8 @@ class Unprepared:
 
     preparation_seconds = 0.0
 
-    def prepare_more(self, num_rows: int) -> None:
-        return None
+    def prepare_more(self, num_rows: int) -> bool:
+        return False
 
 
 class Harness:

@@ -181,7 +181,7 @@ class Readiness:
         self.runner: Any = SimpleNamespace(
             facts=replace(FACTS, steps_in_flight=steps_in_flight),
             preparation_seconds=0.0,
-            prepare_more=lambda num_rows: None,
+            prepare_more=lambda num_rows: False,
             launch=self._launch,
             sample=lambda masks: None,
             collect=world.mill.collect,

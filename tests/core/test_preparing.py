@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.core.conftest import FACTS, run_alone, run_loop, tokens_of
-from tokenmill.core.loop import Close, Inbox, Loop, Submit
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.messages import Lane, Output, StepPlan, StepResult
 
@@ -41,15 +37,15 @@ class Runner:
         self.in_flight_at_launches: list[int] = []
         self.prepared_before: list[tuple[int, int]] = []  # for how many rows, and steps in flight then
         self.launched_before_preparing: list[int] = []
-        self.num_at_rest = 0  # preparations that are left for when there is time, each of which takes
+        self.num_lacking = 0  # preparations that are left for when there is time, each of which takes
         self.seconds_before = 0.0
 
-    def prepare_more(self, num_rows: int) -> float | None:
+    def prepare_more(self, num_rows: int) -> bool:
         self.prepared_before.append((num_rows, self.in_flight))
         self.launched_before_preparing.append(self.num_launched)
         self.now += self.seconds_before
-        self.num_at_rest -= 1
-        return 0.0 if self.num_at_rest > 0 else None
+        self.num_lacking -= 1
+        return self.num_lacking >= 0
 
     @property
     def preparation_seconds(self) -> float:
@@ -217,7 +213,7 @@ def test_as_much_is_prepared_as_there_is_time_for(harness: Make, make_request: M
     requests = [make_request(name, [*range(at, at + 60)], 40) for at, name in enumerate("abcdefg", 1)]
     world = harness(num_pages=300, max_step_tokens=32, max_sequence_tokens=128)
     runner = Runner(world.mill, 2, {})
-    runner.num_at_rest, runner.seconds_before = 10**9, 0.9
+    runner.num_lacking, runner.seconds_before = 10**9, 0.9
     run_loop(world, runner, requests, clock=lambda: runner.now)
     launched = Counter(runner.launched_before_preparing)
     assert [launched[number] for number in range(2, 8)] == [1, 1, 2, 3, 3, 3]
@@ -233,49 +229,6 @@ def test_steps_that_decode_leave_no_time(harness: Make, make_request: Make) -> N
     requests = [make_request(name, [1, 2, 3], 12) for name in "abcd"]
     runner, _ = run(harness(), requests, wants={})
     assert runner.prepared_before == []
-
-
-@pytest.mark.parametrize("timeout", [None, 100.0])
-def test_at_rest_one_thing_after_the_other_is_prepared(
-    harness: Make, make_request: Make, timeout: float | None
-) -> None:
-    """Whoever comes meanwhile waits for one of them only; a deadline that is far away is none."""
-    world, inbox, ended = harness(), Inbox(), threading.Event()
-    runner = Runner(world.mill, 2, {})
-    enough, more = threading.Semaphore(0), iter(range(20))
-
-    def prepare_more(num_rows: int) -> float | None:
-        runner.prepared_before.append((num_rows, runner.in_flight))
-        enough.release()
-        return None if next(more, None) is None else 0.0
-
-    runner.prepare_more = prepare_more  # type: ignore[method-assign]
-    grammars: Any = SimpleNamespace(close=lambda: None)
-    tokens: list[int] = []
-
-    def deliver(outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            tokens.extend(output.token_ids)
-            if output.finish is not None:
-                ended.set()
-
-    made: Any = partial(Loop, runner, world.scheduler, world.cache, grammars=grammars)
-    thread = threading.Thread(target=made(inbox=inbox, deliver=deliver).run, daemon=True)
-    thread.start()
-    request = make_request("a", [1, 2, 3], 6, timeout_seconds=timeout)
-    try:
-        for _ in range(5):
-            assert enough.acquire(timeout=10)
-        inbox.put(Submit([request]))
-        assert ended.wait(10)
-        for _ in range(16):
-            assert enough.acquire(timeout=10)
-        assert not enough.acquire(timeout=0.1)  # there is nothing left
-    finally:
-        inbox.put(Close())
-        thread.join(10)
-    assert {in_flight for _, in_flight in runner.prepared_before} == {0}
-    assert tokens == run_alone(request)[0]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # they only make things

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,14 +201,28 @@ def test_two_engines_share_the_gpu_and_give_it_back(make_model: Callable[..., Pa
     # cuBLAS keeps a workspace for each thread and stream that used it, for the next one.
     workspaces = 256 * 2**20
     with (
-        sgl.Engine(model_path=folder, device="cuda") as one,
-        sgl.Engine(model_path=folder, device="cuda") as two,
+        sgl.Engine(model_path=folder, device="cuda", dtype="float32") as one,
+        sgl.Engine(model_path=folder, device="cuda", dtype="float32") as two,
     ):
         first = one.generate(input_ids=prompts(), sampling_params=greedy())
         second = two.generate(input_ids=prompts(), sampling_params=greedy())
     assert [result["output_ids"] for result in first] == [result["output_ids"] for result in second]
     assert one.get_server_info()["cache_bytes"] > workspaces
     assert torch.cuda.memory_allocated() <= before + workspaces
+
+
+def test_others_may_use_the_device_as_they_like_once_a_job_is_done(make_model: Callable[..., Path]) -> None:
+    """Nobody may wait for the whole device while a graph is captured."""
+    rng = random.Random(3)
+    folder = make_model("qwen3", head_dim=64)
+    batch = [[rng.randrange(256) for _ in range(400)] for _ in range(40)]
+    with sgl.Engine(model_path=str(folder), device="cuda", chunked_prefill_size=1024) as engine:
+        for _ in range(3):
+            engine.generate(input_ids=batch, sampling_params={"max_new_tokens": 24, "ignore_eos": True})
+            for _ in range(100):
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                time.sleep(0.003)
 
 
 def test_a_crowd_with_aborts_leaves_no_page_behind(make_model: Callable[..., Path]) -> None:

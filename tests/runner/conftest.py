@@ -32,7 +32,7 @@ class GraphCalls:
     replayed_draws: int = 0
     full_for: str | None = None  # there is no memory for graphs whose title begins so
     capture_seconds: float = 0.0  # that a capture seems to take
-    captures_at_rest: bool = False  # and while prompts are computed, which takes the interpreter long
+    captures_ahead: bool = False  # while prompts are computed, which takes the interpreter long
     failing: frozenset[int] = frozenset()  # replays that cannot be launched, as `replayed` counts them
 
 
@@ -82,8 +82,8 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
 
     prepare_more = graph_sets.GraphSets.prepare_more
 
-    def prepare_if_wanted(self: graph_sets.GraphSets, num_rows: int) -> float | None:
-        return prepare_more(self, num_rows) if calls.captures_at_rest else None
+    def prepare_if_wanted(self: graph_sets.GraphSets, num_rows: int) -> bool:
+        return calls.captures_ahead and prepare_more(self, num_rows)
 
     monkeypatch.setattr(graph_sets.GraphSets, "prepare_more", prepare_if_wanted)
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")

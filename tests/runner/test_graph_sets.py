@@ -41,6 +41,22 @@ class MadeDecodes:
         pass
 
 
+class MadePrompts:
+    """Graphs of two shapes."""
+
+    def __init__(self, captured: list[tuple[Lane, int]]) -> None:
+        self._captured = captured
+        self._lacking = [8192, 8193]
+
+    @property
+    def next_shape(self) -> int | None:
+        return self._lacking[0] if self._lacking else None
+
+    def capture(self, shape: int) -> None:
+        self._lacking.remove(shape)
+        self._captured.append((Lane.PROMPTS, shape))
+
+
 class Within:
     """Stands in for a block."""
 
@@ -60,7 +76,7 @@ class MadeSets(GraphSets):
         self.num_caught_up = 0
         self.has_room = True
         lanes: Any = SimpleNamespace(within=lambda lane: Within(), are_open=self._open, close=lambda: None)
-        lanes.are_opening, lanes.catch_up = can_open, self._catch_up
+        lanes.catch_up = self._catch_up
         kernels: Any = self.kernels
         super().__init__(
             lambda: self._made(Lane.WHOLE, None) if has_graphs else None,
@@ -73,7 +89,6 @@ class MadeSets(GraphSets):
 
     def _open(self) -> bool:
         self.num_asked += 1
-        self._lanes.are_opening = self.can_open and self.num_asked < 2  # type: ignore[misc]
         return self.can_open and self.num_asked >= 2
 
     def _catch_up(self) -> None:
@@ -83,23 +98,25 @@ class MadeSets(GraphSets):
     def _made(self, lane: Lane, sizes: list[int] | None) -> Any:
         policy = CapturePolicy(256, row_seconds=1.0, sizes=sizes)
         return SimpleNamespace(
-            decodes=MadeDecodes(policy, self.captured, lane), draws=SimpleNamespace(close=lambda: None)
+            decodes=MadeDecodes(policy, self.captured, lane),
+            prompts=MadePrompts(self.captured),
+            draws=SimpleNamespace(close=lambda: None),
         )
 
 
-W, D = Lane.WHOLE, Lane.DECODES
+W, D, P = Lane.WHOLE, Lane.DECODES, Lane.PROMPTS
 
 
 def test_what_serves_most_is_captured_first_in_lanes_too() -> None:
     sets = MadeSets()
-    while sets.prepare_more(128) is not None:
+    while sets.prepare_more(128):
         pass
-    assert sets.captured[:5] == [(W, 128), (D, 128), (W, 64), (D, 64), (W, 96)]
+    assert sets.captured[:7] == [(W, 128), (D, 128), (W, 64), (D, 64), (P, 8192), (P, 8193), (W, 96)]
     assert {size for lane, size in sets.captured if lane is D} == {16, 32, 48, 64, 96, 128}
     assert sets.part(128)
     assert not sets.part(129)
-    assert sets.prepare_more(128) is None
-    assert sets.prepare_more(256) == 0
+    assert not sets.prepare_more(128)
+    assert sets.prepare_more(256)
     assert sets.captured[-1] == (W, 256)
 
 
@@ -110,85 +127,83 @@ def test_lanes_are_of_no_use_before_their_graphs_are_there() -> None:
     assert sets.beside is not None
     assert sets.captured == []
     while not sets.part(64):
-        assert sets.prepare_more(64) is not None
-    assert sets.captured == [(W, 64), (D, 64)]  # smaller ones may come later
+        assert sets.prepare_more(64)
+    assert sets.captured == [(W, 64), (D, 64)]  # smaller ones, and prompts, may come later
 
 
 @pytest.mark.parametrize("can_open", [True, False])
 def test_without_lanes_there_is_an_end_too(can_open: bool) -> None:
     sets = MadeSets(can_open=can_open)
     count = 0
-    while sets.prepare_more(256) is not None:
+    while sets.prepare_more(256):
         count += 1
         assert count < 100
-    assert {lane for lane, _ in sets.captured} == ({W, D} if can_open else {W})
+    assert {lane for lane, _ in sets.captured} == ({W, D, P} if can_open else {W})
     assert len(sets.captured) == len(set(sets.captured)) == count
 
 
-def test_lanes_that_open_are_waited_for() -> None:
-    """Where nothing else is left."""
+def test_nothing_waits_for_lanes_that_open() -> None:
     sets = MadeSets()
     assert sets.whole is not None
     while (size := sets.whole.decodes.next_size(256)) is not None:
         sets.whole.decodes.capture_size(size)
     sets.captured.clear()
-    pause = sets.prepare_more(256)
-    assert pause is not None
-    assert pause > 0
+    assert not sets.prepare_more(256)
     assert sets.captured == []
-    assert sets.prepare_more(256) == 0
+    assert sets.prepare_more(256)
     assert sets.captured == [(D, 256)]
 
 
 def test_nothing_waits_for_kernels_that_are_compiled() -> None:
     sets = MadeSets(is_over=False)
-    pause = sets.prepare_more(256)
-    assert pause is not None
-    assert pause > 0
+    assert not sets.prepare_more(256)
     assert sets.captured == []
     sets.kernels.is_over = True
-    assert sets.prepare_more(256) == 0
+    assert sets.prepare_more(256)
     assert sets.captured == [(W, 256)]
 
 
-def test_a_capture_that_fails_is_the_last() -> None:
-    """It would fail again, and take its time. New graphs may do better."""
+@pytest.mark.parametrize("num_failing", [2, 3])
+def test_captures_that_fail_time_and_again_are_given_up(num_failing: int) -> None:
+    """They would fail again, and take their time. New graphs may do better."""
     sets = MadeSets(can_open=False)
     failing: Any = sets.whole
     failing.decodes.error = RuntimeError("for the test")
-    assert sets.prepare_more(256) is None
-    assert sets.prepare_more(256) is None
-    assert [str(error) for error in sets.told] == ["for the test"]
+    for _ in range(num_failing):
+        assert not sets.prepare_more(256)
+    failing.decodes.error = None
+    assert [str(error) for error in sets.told] == ["for the test"] * num_failing
+    assert sets.prepare_more(256) == (num_failing < 3)
     sets.close()
     sets.reopen()
-    assert sets.prepare_more(256) == 0
+    assert sets.prepare_more(256)
 
 
 def test_memory_that_others_may_need_is_left_to_them() -> None:
     sets = MadeSets()
     sets.has_room = False
-    assert sets.prepare_more(256) is None
+    assert not sets.prepare_more(256)
     assert sets.captured == []
     sets.has_room = True
-    assert sets.prepare_more(256) == 0
+    assert sets.prepare_more(256)
 
 
 def test_lanes_begin_behind_what_had_their_memory_before() -> None:
     sets = MadeSets()
-    while sets.prepare_more(256) is not None:
+    while sets.prepare_more(256):
         pass
     assert sets.num_caught_up == 1
 
 
 def test_closed_graphs_are_not_captured() -> None:
     sets = MadeSets(can_open=False)
-    while sets.prepare_more(8) is not None:
+    while sets.prepare_more(8):
         pass
     sets.close()
-    assert sets.prepare_more(8) is None
+    assert not sets.prepare_more(8)
     assert sets.of(W) is sets.of(D) is None
     sets.reopen()
     sets.captured.clear()
-    assert sets.prepare_more(8) == 0
+    assert sets.prepare_more(8)
     assert sets.captured == [(W, 8)]
-    assert MadeSets(has_graphs=False).prepare_more(8) is None
+    assert not MadeSets(has_graphs=False).prepare_more(8)

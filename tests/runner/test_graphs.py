@@ -5,7 +5,6 @@ A device without memory for another graph goes on with those it has, or without.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ import tokenmill as sgl
 from tests.runner.conftest import GraphCalls
 from tokenmill.config import MOST_STEPS_IN_FLIGHT
 from tokenmill.messages import Lane
-from tokenmill.runner import graphs
+from tokenmill.runner import graphs, prompt_graphs
 from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.graph_sets import GraphSets
 from tokenmill.runner.lanes import Lanes
@@ -370,27 +369,33 @@ def test_every_way_to_draw_gives_what_plain_steps_give(
     assert calls.replayed == replayed
 
 
-def test_what_is_captured_at_rest_draws_what_plain_steps_draw(
-    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls
+def test_what_is_captured_ahead_draws_what_plain_steps_draw(
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: GraphCalls,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """While prompts are computed, and for all rows that are going to decode."""
     folder, calls = make_model("qwen3", num_hidden_layers=1), graphs_on_the_cpu
-    calls.captures_at_rest = True
-    params = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}
-    found = []
-    for settings in ({}, {"disable_cuda_graph": True}):
-        with sgl.Engine(
-            model_path=str(folder), dtype="float32", device="cpu", max_running_requests=4, **settings
-        ) as engine:
-            deadline = time.monotonic() + 60
-            while not settings and len(calls.captured_draws) < 3 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            if not settings:
-                captured = [title.split()[0] for title in calls.captured if "rows, StepKind" in title]
-            outputs = engine.generate(input_ids=PROMPTS[:3], sampling_params=params)
-            found.append([each["output_ids"] for each in outputs])
+    calls.captures_ahead = True
+    # Here nothing takes what a step has made to the host before the next one makes the same.
+    monkeypatch.setattr(prompt_graphs.PromptGraphs, "replay", lambda *_, **__: None)
+    prompts = [[at, *range(20 * at, 20 * at + 19)] for at in (1, 2, 3)]
+    with sgl.Engine(
+        model_path=str(folder),
+        dtype="float32",
+        device="cpu",
+        steps_in_flight=2,
+        max_running_requests=4,
+        chunked_prefill_size=16,
+    ) as engine:
+        results = engine.generate(
+            input_ids=prompts, sampling_params={"max_new_tokens": 18, "ignore_eos": True, "temperature": 0}
+        )
+    captured = [title.split()[0] for title in calls.captured if "rows, StepKind(longest=None" in title]
     assert captured == ["4", "2", "1"]
-    assert calls.replayed > 0
-    assert found[0] == found[1]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result["output_ids"] == transformers_greedy(folder, prompt, 18)
 
 
 def test_steps_whose_graph_cannot_be_launched_are_plain(

@@ -316,6 +316,37 @@ def test_one_graph_of_a_long_step_serves_however_tokens_are_drawn(
             assert (len(calls.captured_draws), calls.replayed_draws) == (draws, replayed_draws)
 
 
+@pytest.mark.parametrize("long_step", [16, 64])
+def test_full_steps_of_prompts_are_captured_before_they_come(
+    long_step: int,
+    make_model: Callable[..., Path],
+    transformers_greedy: Callable[..., list[int]],
+    graphs_on_the_cpu: GraphCalls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of prompts that are long, too, and with their draw; nothing where a full step is short."""
+    monkeypatch.setattr(prompt_graphs, "_LONG_STEP", long_step)
+    replay, ahead = prompt_graphs.PromptGraphs.replay, []
+
+    def prepared(self: prompt_graphs.PromptGraphs, *arguments: Any, **wishes: Any) -> Any:
+        while (shape := self.next_shape) is not None:
+            self.capture(shape)
+            ahead.append((shape.tokens, shape.decodes, shape.long_queries))
+        return replay(self, *arguments, **wishes)
+
+    monkeypatch.setattr(prompt_graphs.PromptGraphs, "replay", prepared)
+    folder, inputs = make_model("llama", num_hidden_layers=1), [[at] * 24 for at in (1, 2, 3)]
+    greedy = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    with uncached(folder, chunked_prefill_size=24, max_running_requests=4) as engine:
+        results = engine.generate(input_ids=inputs, sampling_params=greedy)
+    assert ahead == ([] if long_step > 24 else [(32, 0, False), (32, 0, True)])
+    assert len(graphs_on_the_cpu.captured_draws) == len(ahead)
+    assert len(graphs_on_the_cpu.captured) == max(1, len(ahead))
+    assert graphs_on_the_cpu.replayed == 3
+    for prompt, result in zip(inputs, results, strict=True):
+        assert result["output_ids"] == transformers_greedy(folder, prompt, 1)
+
+
 def test_only_so_many_shapes_get_a_graph(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],

@@ -43,9 +43,6 @@ from tokenmill.messages import (
 
 # Nothing to do for so long is rest.
 _SECONDS_AWAKE = 0.02
-# Steps of as many rows are prepared at rest; jobs of more take long enough to do so themselves. Between two
-# preparations others want the interpreter, too.
-_ROWS_AT_REST, _PAUSE_SECONDS = 256, 0.001
 # Of what a preparation takes, the part that is rehearsed.
 _REHEARSED_SHARE = 0.25
 # Of a step with many prompts, the part in which later ones are prepared, if so many are going to decode.
@@ -209,7 +206,7 @@ class Loop:
             return
         began, most = self._clock(), _SHARE_OF_STEP * self._step_clock.seconds
         for count in itertools.count(1):
-            if self._runner.prepare_more(self.num_requests) != 0:
+            if not self._runner.prepare_more(self.num_requests):
                 return
             if (count + 1) / count * (self._clock() - began) > most:  # one more would take too long
                 return
@@ -319,12 +316,6 @@ class Loop:
                 self._get_ready()  # their grammars take long
                 if self._rest is not None:
                     self._rest()
-                while (pause := self._runner.prepare_more(_ROWS_AT_REST)) is not None:
-                    with contextlib.suppress(queue.Empty):
-                        return self._inbox.get(timeout=max(pause, _PAUSE_SECONDS))
-                    left = self._deadlines.seconds_left()
-                    if left is not None and left < _SECONDS_AWAKE:
-                        break
             return self._inbox.get(timeout=self._deadlines.seconds_left())
 
     def _receive(self, message: Message) -> None:

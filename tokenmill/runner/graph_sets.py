@@ -30,8 +30,9 @@ _log = logging.getLogger("tokenmill")
 
 # Of a lane: what steps there lack is captured while rows that decode have the whole device.
 _MOST_WANTED = 16
-# Between two looks whether kernels, or lanes, are there.
-_SECONDS_TO_WAIT = 0.01
+# Captures ahead that fail before there are no more: others may have used the device in a way that forbids
+# one, but one that always fails only takes time.
+_MOST_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class GraphSets:
         self._kernels = kernels
         self._has_room = has_room
         self._tell = tell
-        self._has_failed = False  # a capture of those that nobody wants yet
+        self._num_failures = 0  # of captures of those that nobody wants yet
         self.whole = open_whole()  # of the whole device; None: there are no graphs
         self.beside: StepGraphs | None = None  # of the lanes; None: they are not open
 
@@ -91,7 +92,7 @@ class GraphSets:
 
     def reopen(self) -> None:
         """Begin anew after `close`."""
-        self.whole, self._has_failed = self._open_whole(), False
+        self.whole, self._num_failures = self._open_whole(), 0
 
     def close(self) -> None:
         """Let go of all graphs."""
@@ -145,24 +146,36 @@ class GraphSets:
         assert self.beside is not None
         return self.beside.decodes.are_ready(num_rows)
 
-    def prepare_more(self, num_rows: int) -> float | None:
+    def prepare_more(self, num_rows: int) -> bool:
         """See `messages.Runner`."""
-        if self.whole is None or self._has_failed:
-            return None
+        if self.whole is None or self._num_failures >= _MOST_FAILURES:
+            return False
         if self._kernels is not None and not self._kernels.is_over:
-            return _SECONDS_TO_WAIT
-        are_opening = self._lanes.are_opening  # asked first: they may be open before the next line asks
-        are_opening |= not self._are_parted() and self._lanes.are_opening
+            return False
+        self._are_parted()
+        lacking = self._lacking(num_rows)
+        if lacking is None or not self._has_room():
+            return False
+        capture, lane = lacking
+        with switching_often():
+            is_done = self._attempt(capture, lane)
+        self._num_failures += not is_done
+        return is_done
+
+    def _lacking(self, num_rows: int) -> tuple[Callable[[], None], Lane] | None:
+        """What captures the next graph, in its lane: prompts for lanes once these are ready, and before that,
+        and afterwards, what serves the most numbers of rows."""
+        beside = self.beside
+        if beside is not None and beside.decodes.are_ready(num_rows):
+            shape = beside.prompts.next_shape
+            if shape is not None:
+                return partial(beside.prompts.capture, shape), Lane.PROMPTS
         sizes = [(graphs.next_size(num_rows), graphs, lane) for lane, graphs in self._decodes]
         lacking = [(size, graphs, lane) for size, graphs, lane in sizes if size is not None]
         if not lacking:
-            return _SECONDS_TO_WAIT if are_opening else None
-        if not self._has_room():
             return None
         size, graphs, lane = min(lacking, key=lambda each: order_of_use(each[0]))
-        with switching_often():
-            self._has_failed = not self._attempt(partial(graphs.capture_size, size), lane)
-        return None if self._has_failed else 0.0
+        return partial(graphs.capture_size, size), lane
 
     def _are_parted(self) -> bool:
         """Whether lanes are open; begins to open them."""
@@ -213,7 +226,12 @@ def open_graphs(
             recorder=recorder,
         ),
         PromptGraphs(
-            executor, rows, row_seconds=row_seconds(num_parameters), most_rows=most_rows, recorder=recorder
+            executor,
+            rows,
+            row_seconds=row_seconds(num_parameters),
+            most_rows=most_rows,
+            full_step=placement.max_step_tokens,
+            recorder=recorder,
         ),
         (recorder,),
         MaskedDraws(rows, vocab_size=vocab_size, most_rows=most_rows, recorder=recorder),
@@ -248,6 +266,7 @@ def open_lane_graphs(
             rows,
             row_seconds=row_seconds(num_parameters),
             most_rows=most_rows,
+            full_step=placement.max_step_tokens,
             recorder=recorders[1],
         ),
         recorders,

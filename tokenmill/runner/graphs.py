@@ -21,7 +21,7 @@ from tokenmill.runner.capture import CapturePolicy
 from tokenmill.runner.drawing import Sampled, Unsampled, draw_tokens
 from tokenmill.runner.executor import Executor
 from tokenmill.runner.mailbox import Mailbox
-from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
+from tokenmill.runner.recorder import PLAIN_DRAW, Graph, Recorder, StepKind, drawing_needs, step_kind
 from tokenmill.sampling import SamplingColumns, SamplingNeeds
 
 _log = logging.getLogger("tokenmill")
@@ -29,8 +29,8 @@ _log = logging.getLogger("tokenmill")
 # So often there may be no time for what is wanted; then it is captured at once, and steps wait. Jobs that are
 # short one after the other would have no graph of their own otherwise.
 _MOST_PUT_OFF = 3
-# What is captured before a job is there: rows may read any number of keys, and draw without filters.
-_ANY_ROWS, _ANY_DRAW = StepKind(), SamplingNeeds(random=True, filters=False)
+# What is captured before it is wanted: rows may read any number of keys.
+_ANY_ROWS = StepKind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class DecodeGraphs:
     def capture_size(self, size: int) -> None:
         """Capture a graph of this size for rows without special wishes."""
         self._wanted.pop((size, _ANY_ROWS), None)
-        self._capture_if_possible(size, _ANY_ROWS, _ANY_DRAW)
+        self._capture_if_possible(size, _ANY_ROWS, PLAIN_DRAW)
 
     def close(self) -> None:
         """Return when no step reads or writes the host's memory any more, which others may get then."""

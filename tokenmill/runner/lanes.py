@@ -89,11 +89,6 @@ class Lanes:
         """Those of `DECODES` and `PROMPTS`; empty until they `are_open`."""
         return {} if self._opened is None else self._opened.partitions
 
-    @property
-    def are_opening(self) -> bool:
-        """Whether `are_open` is going to have another answer."""
-        return self._opening is not None and self._opening.is_alive()
-
     def are_open(self) -> bool:
         """Whether the device is parted by now.
 

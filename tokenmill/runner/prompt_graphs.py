@@ -27,7 +27,15 @@ from tokenmill.messages import IntArray, LongArray, StepPlan
 from tokenmill.runner.batch import Rows, positions
 from tokenmill.runner.capture import FIRST_CAPTURE_SECONDS, LONGEST_CAPTURE_SECONDS, at_least
 from tokenmill.runner.executor import Executor
-from tokenmill.runner.recorder import Graph, Recorder, StepKind, drawing_needs, step_kind
+from tokenmill.runner.recorder import (
+    PLAIN_DRAW,
+    SHORT_KEYS,
+    Graph,
+    Recorder,
+    StepKind,
+    drawing_needs,
+    step_kind,
+)
 from tokenmill.sampling import SamplingNeeds, sample
 
 _Made = TypeVar("_Made")
@@ -117,15 +125,24 @@ class PromptGraphs:
     """Replays steps with prompts that are not too long for it. Not thread-safe; owned by one runner."""
 
     def __init__(
-        self, executor: Executor, rows: Rows, *, row_seconds: float, most_rows: int, recorder: Recorder
+        self,
+        executor: Executor,
+        rows: Rows,
+        *,
+        row_seconds: float,
+        most_rows: int,
+        full_step: int,
+        recorder: Recorder,
     ) -> None:
-        """`row_seconds`: roughly what one more token costs a step; `most_rows`: rows that there can be."""
+        """`row_seconds`: roughly what one more token costs a step; `most_rows`: rows that there can be;
+        `full_step`: tokens of a step of more prompts than it holds."""
         self._executor = executor
         self._rows = rows
         self._recorder = recorder
         self._row_seconds = row_seconds
         self._most_tokens = min(_TOKENS[-1], int(_LAUNCH_SECONDS / row_seconds))
         self._most_rows = most_rows
+        self._full_step = full_step
         self._has_memory = True  # for more graphs
         self._capture_seconds = FIRST_CAPTURE_SECONDS  # what a capture takes, by the last one
         self._steps: Counter[StepShape] = Counter()  # launched kernel by kernel
@@ -162,6 +179,30 @@ class PromptGraphs:
         places = np.cumsum(plan.counts, dtype=np.int64) - 1 if shows_all else _row_places(plan, shape)
         return made, places[plan.samples]
 
+    @property
+    def next_shape(self) -> StepShape | None:
+        """What is to be captured next for full steps of prompts alone, before one comes; None: nothing is,
+        or can be."""
+        if not self._has_memory or not _LONG_STEP <= self._full_step <= self._most_tokens:
+            return None
+        for is_long in (False, True):
+            shape = StepShape(
+                tokens=at_least(_TOKENS, self._full_step),
+                decodes=0,
+                prompts=PROMPTS_OF_LONG[0],
+                long_queries=is_long,
+                long_prefixes=is_long,
+                kind=StepKind(SHORT_KEYS),
+            )
+            if shape not in self._graphs:
+                return shape
+        return None
+
+    def capture(self, shape: StepShape) -> None:
+        """Capture a step that ends with hidden states, and a draw without special wishes behind it."""
+        if self._keep(shape):
+            self._draw(shape, PLAIN_DRAW)
+
     def _shape(self, plan: StepPlan, *, late: bool, shows_all: bool) -> StepShape | None:
         num_tokens, num_prompts = int(plan.counts.sum()), len(plan.slots) - plan.num_decodes
         if num_tokens > self._most_tokens or num_prompts >= _PROMPTS[-1]:
@@ -190,12 +231,18 @@ class PromptGraphs:
             larger = self._larger(shape)
             if not self._is_due(shape, larger) or len(self._graphs) >= _MOST_GRAPHS:
                 return larger
-            captured = self._unless_full(lambda: self._capture(shape), shape)
-            if captured is None:
+            if not self._keep(shape):
                 return larger
-            self._graphs[shape] = captured
-            self._capture_seconds = min(captured.graph.seconds, LONGEST_CAPTURE_SECONDS)
         return shape
+
+    def _keep(self, shape: StepShape) -> bool:
+        """Capture a step; whether there was memory for it."""
+        captured = self._unless_full(lambda: self._capture(shape), shape)
+        if captured is None:
+            return False
+        self._graphs[shape] = captured
+        self._capture_seconds = min(captured.graph.seconds, LONGEST_CAPTURE_SECONDS)
+        return True
 
     def _is_due(self, shape: StepShape, larger: StepShape | None) -> bool:
         """Whether a shape that has come now gets a graph of its own; a larger one may serve instead."""

@@ -24,6 +24,8 @@ _log = logging.getLogger("tokenmill")
 # Rows that read no more keys than this by themselves are not split where rows are many, and a graph of only
 # such rows is spared the programs that would find nothing to do.
 SHORT_KEYS = 512
+# What a captured draw has to do for rows without special wishes.
+PLAIN_DRAW = SamplingNeeds(random=True, filters=False)
 
 
 @dataclass(frozen=True, slots=True)

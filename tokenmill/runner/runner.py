@@ -150,7 +150,7 @@ class LocalRunner:
         """See `messages.Runner`."""
         self._graphs.put_off()
 
-    def prepare_more(self, num_rows: int) -> float | None:
+    def prepare_more(self, num_rows: int) -> bool:
         """See `messages.Runner`."""
         return self._graphs.prepare_more(num_rows)
 
