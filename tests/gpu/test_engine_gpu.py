@@ -215,7 +215,7 @@ def test_others_may_use_the_device_as_they_like_once_a_job_is_done(make_model: C
     """Nobody may wait for the whole device while a graph is captured."""
     rng = random.Random(3)
     folder = make_model("qwen3", head_dim=64)
-    batch = [[rng.randrange(256) for _ in range(400)] for _ in range(40)]
+    batch = [[rng.randrange(256) for _ in range(200)] for _ in range(80)]
     with sgl.Engine(model_path=str(folder), device="cuda", chunked_prefill_size=1024) as engine:
         for _ in range(3):
             engine.generate(input_ids=batch, sampling_params={"max_new_tokens": 24, "ignore_eos": True})
