@@ -316,9 +316,19 @@ def test_one_graph_of_a_long_step_serves_however_tokens_are_drawn(
             assert (len(calls.captured_draws), calls.replayed_draws) == (draws, replayed_draws)
 
 
-@pytest.mark.parametrize("long_step", [16, 64])
-def test_full_steps_of_prompts_are_captured_before_they_come(
+@pytest.mark.parametrize(
+    ("long_step", "full_step", "expected"),
+    [
+        (16, 24, [(32, False), (32, True)]),
+        (16, 64, [(64, False), (64, True), (32, False)]),
+        (17, 25, [(32, False), (32, True)]),
+        (64, 24, []),
+    ],
+)
+def test_long_steps_of_prompts_are_captured_before_they_come(
     long_step: int,
+    full_step: int,
+    expected: list[tuple[int, bool]],
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],
     graphs_on_the_cpu: GraphCalls,
@@ -331,15 +341,15 @@ def test_full_steps_of_prompts_are_captured_before_they_come(
     def prepared(self: prompt_graphs.PromptGraphs, *arguments: Any, **wishes: Any) -> Any:
         while (shape := self.next_shape) is not None:
             self.capture(shape)
-            ahead.append((shape.tokens, shape.decodes, shape.long_queries))
+            ahead.append((shape.tokens, shape.long_queries))
         return replay(self, *arguments, **wishes)
 
     monkeypatch.setattr(prompt_graphs.PromptGraphs, "replay", prepared)
-    folder, inputs = make_model("llama", num_hidden_layers=1), [[at] * 24 for at in (1, 2, 3)]
+    folder, inputs = make_model("llama", num_hidden_layers=1), [[at] * full_step for at in (1, 2, 3)]
     greedy = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    with uncached(folder, chunked_prefill_size=24, max_running_requests=4) as engine:
+    with uncached(folder, chunked_prefill_size=full_step, max_running_requests=4) as engine:
         results = engine.generate(input_ids=inputs, sampling_params=greedy)
-    assert ahead == ([] if long_step > 24 else [(32, 0, False), (32, 0, True)])
+    assert ahead == expected
     assert len(graphs_on_the_cpu.captured_draws) == len(ahead)
     assert len(graphs_on_the_cpu.captured) == max(1, len(ahead))
     assert graphs_on_the_cpu.replayed == 3

@@ -41,9 +41,12 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most and size != _SLOW_SIZE] + [most]
 
 
-def order_of_use(size: int) -> tuple[int, int]:
-    """A key that sorts sizes by how much a graph helps a batch of unknown size: each halves a gap."""
-    return -(size & -size), -size
+def order_of_use(size: int) -> tuple[bool, int, int]:
+    """A key that sorts sizes by how much a graph helps a batch of unknown size: first those without which no
+    batch can be padded to twice as many; then each halves a gap."""
+    factor = size & -size
+    is_coarse = factor == size >= _COARSE
+    return not is_coarse, -factor, -size
 
 
 def lane_sizes(most: int) -> list[int]:
@@ -107,11 +110,12 @@ class CapturePolicy:
         return exact
 
     def lacking(self, kind: Hashable, num_rows: int) -> list[int]:
-        """Of the sizes that up to so many rows would use those that are not captured, the most useful ones
-        first."""
+        """Of the sizes that up to so many rows would use those that are not captured: that of all rows first,
+        then the most useful ones."""
         captured = set(self._captured[kind])
         most = at_least(self._sizes, min(num_rows, self._sizes[-1]))
-        return [size for size in self._in_order_of_use if size <= most and size not in captured]
+        lacking = [size for size in self._in_order_of_use if size <= most and size not in captured]
+        return sorted(lacking, key=lambda size: size != most)
 
     def are_ready(self, kind: Hashable, num_rows: int) -> bool:
         """Whether no number of rows up to this one would wait for a capture, or be padded by many rows."""

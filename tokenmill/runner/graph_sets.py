@@ -163,13 +163,15 @@ class GraphSets:
         return is_done
 
     def _lacking(self, num_rows: int) -> tuple[Callable[[], None], Lane] | None:
-        """What captures the next graph, in its lane: prompts for lanes once these are ready, and before that,
-        and afterwards, what serves the most numbers of rows."""
+        """What captures the next graph, in its lane: what lanes cannot do without, for jobs begin with them;
+        then what serves the most numbers of rows."""
         beside = self.beside
-        if beside is not None and beside.decodes.are_ready(num_rows):
-            shape = beside.prompts.next_shape
-            if shape is not None:
-                return partial(beside.prompts.capture, shape), Lane.PROMPTS
+        if beside is not None and not beside.decodes.are_ready(num_rows):
+            size = beside.decodes.next_size(num_rows)
+            if size is not None:
+                return partial(beside.decodes.capture_size, size), Lane.DECODES
+        elif beside is not None and (shape := beside.prompts.next_shape) is not None:
+            return partial(beside.prompts.capture, shape), Lane.PROMPTS
         sizes = [(graphs.next_size(num_rows), graphs, lane) for lane, graphs in self._decodes]
         lacking = [(size, graphs, lane) for size, graphs, lane in sizes if size is not None]
         if not lacking:

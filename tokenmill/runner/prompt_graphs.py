@@ -60,6 +60,9 @@ _PROMPTS = (4, 16, 64, 256, 1024)
 _DECODES_OF_LONG = (0, 256, 1024, 2048, 4096, 8192)
 PROMPTS_OF_LONG = (64, 256, 1024)
 _LONG_STEP = 1024
+# What is captured before it comes: the share of a full step, and whether prompts are long. What is left at
+# last fits into some of these.
+_CAPTURED_AHEAD = ((1, False), (1, True), (0.5, False), (0.75, False))
 # What decides which kernel takes the prompts: one of so many tokens, or a row of which so much more is there.
 _LONG_QUERY = 1024
 _LONG_PREFIX = 4  # times the tokens of the longest prompt
@@ -135,7 +138,7 @@ class PromptGraphs:
         recorder: Recorder,
     ) -> None:
         """`row_seconds`: roughly what one more token costs a step; `most_rows`: rows that there can be;
-        `full_step`: tokens of a step of more prompts than it holds."""
+        `full_step`: the most tokens of a step."""
         self._executor = executor
         self._rows = rows
         self._recorder = recorder
@@ -181,13 +184,16 @@ class PromptGraphs:
 
     @property
     def next_shape(self) -> StepShape | None:
-        """What is to be captured next for full steps of prompts alone, before one comes; None: nothing is,
+        """What is to be captured next for long steps of prompts alone, before one comes; None: nothing is,
         or can be."""
-        if not self._has_memory or not _LONG_STEP <= self._full_step <= self._most_tokens:
+        if not self._has_memory or self._full_step > self._most_tokens:
             return None
-        for is_long in (False, True):
+        for share, is_long in _CAPTURED_AHEAD:
+            num_tokens = int(share * self._full_step)
+            if num_tokens < _LONG_STEP:
+                continue
             shape = StepShape(
-                tokens=at_least(_TOKENS, self._full_step),
+                tokens=at_least(_TOKENS, num_tokens),
                 decodes=0,
                 prompts=PROMPTS_OF_LONG[0],
                 long_queries=is_long,
