@@ -42,7 +42,7 @@ from tokenmill.messages import (
 )
 
 # Nothing to do for so long is rest.
-_SECONDS_AWAKE = 0.02
+_SECONDS_AWAKE = 0.05
 # Of what a preparation takes, the part that is rehearsed.
 _REHEARSED_SHARE = 0.25
 # Of a step with many prompts, the part in which later ones are prepared, if so many are going to decode.
