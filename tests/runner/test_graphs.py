@@ -394,6 +394,7 @@ def test_what_is_captured_ahead_draws_what_plain_steps_draw(
         )
     captured = [title.split()[0] for title in calls.captured if "rows, StepKind(longest=None" in title]
     assert captured == ["4", "2", "1"]
+    assert calls.replayed > 0
     for prompt, result in zip(prompts, results, strict=True):
         assert result["output_ids"] == transformers_greedy(folder, prompt, 18)
 

@@ -42,8 +42,8 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def order_of_use(size: int) -> tuple[bool, int, int]:
-    """A key that sorts sizes by how much a graph helps a batch of unknown size: first those without which no
-    batch can be padded to twice as many; then each halves a gap."""
+    """A key that sorts sizes by how much a graph helps a batch of unknown size: first those without which
+    one would be padded to more than twice as many; then each halves a gap."""
     factor = size & -size
     is_coarse = factor == size >= _COARSE
     return not is_coarse, -factor, -size

@@ -141,10 +141,8 @@ class GraphSets:
 
     def part(self, num_rows: int) -> bool:
         """See `messages.Runner`."""
-        if not self._are_parted():
-            return False
-        assert self.beside is not None
-        return self.beside.decodes.are_ready(num_rows)
+        beside = self._parted()
+        return beside is not None and beside.decodes.are_ready(num_rows)
 
     def prepare_more(self, num_rows: int) -> bool:
         """See `messages.Runner`."""
@@ -152,7 +150,6 @@ class GraphSets:
             return False
         if self._kernels is not None and not self._kernels.is_over:
             return False
-        self._are_parted()
         lacking = self._lacking(num_rows)
         if lacking is None or not self._has_room():
             return False
@@ -165,7 +162,7 @@ class GraphSets:
     def _lacking(self, num_rows: int) -> tuple[Callable[[], None], Lane] | None:
         """What captures the next graph, in its lane: what lanes cannot do without, for jobs begin with them;
         then what serves the most numbers of rows."""
-        beside = self.beside
+        beside = self._parted()
         if beside is not None and not beside.decodes.are_ready(num_rows):
             size = beside.decodes.next_size(num_rows)
             if size is not None:
@@ -179,8 +176,8 @@ class GraphSets:
         size, graphs, lane = min(lacking, key=lambda each: order_of_use(each[0]))
         return partial(graphs.capture_size, size), lane
 
-    def _are_parted(self) -> bool:
-        """Whether lanes are open; begins to open them."""
+    def _parted(self) -> StepGraphs | None:
+        """Those of the lanes; None: these are not open yet, but begin to open now."""
         if self.beside is None and self.whole is not None and self._lanes.are_open():
             try:
                 self.beside = self._open_beside()
@@ -188,7 +185,7 @@ class GraphSets:
             except RuntimeError as error:  # no memory, say; steps with prompts go on as they did
                 _log.warning("prompts are not computed beside rows that decode: %s", error)
                 self._lanes.close()
-        return self.beside is not None
+        return self.beside
 
     @property
     def _decodes(self) -> list[tuple[Lane, DecodeGraphs]]:
