@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from triton import AsyncCompileMode
 
+from tokenmill.kernels.launchers import keep_apart
+
 _log = logging.getLogger("tokenmill")
 # Assembler, C compiler and Triton's passes run beside each other. The rest of a kernel's time is Python, for
 # which threads wait for each other, and the one that starts the engine for all of them. With 16 threads on 16
@@ -36,6 +38,7 @@ class ParallelCompilation:
     def __init__(self, device: torch.device, *, after: ParallelCompilation | None = None) -> None:
         """With another one to come `after`, nothing that is compiled there is compiled here, and nothing at
         all before `start`."""
+        keep_apart()
         # The threads are free; they only start when there is work.
         self._threads = ThreadPoolExecutor(
             min(_MAX_THREADS, os.cpu_count() or 1), "tokenmill-compile", _use_device, (device,)
