@@ -29,7 +29,7 @@ _COARSE = 64
 # hundred rows products wait for other things, and one of padding costs less.
 _FLOPS_PER_SECOND = 4e14
 _MIN_ROW_SECONDS = 1e-6
-_SHARE_OF_PADDING = 0.25
+_SHARE_OF_PADDING = 0.5
 
 
 def batch_sizes(most: int) -> list[int]:
