@@ -1,15 +1,17 @@
 """How near the GPU kernels come to the limits of the device: one table, no model.
 
-    python3 benchmarks/kernels.py                  # under 90 seconds
+    python3 benchmarks/kernels.py                  # under two minutes
     python3 benchmarks/kernels.py --tune decode    # tilings and splits side by side, about a minute each
 
 Every measurement replays a CUDA graph of many launches over inputs that together exceed the L2 cache, and
 takes the median of the replays. Bytes and operations are those that the task needs, whatever the kernel does.
+The limits are measured first, in the same way: the faster of a copy and a sum, the faster of two products.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable
@@ -34,14 +36,12 @@ from tokenmill.kernels.triton_decode import Tiling
 from tokenmill.kernels.triton_prefill import PrefillTiling
 from tokenmill.runner.forest import Forest
 
-PEAK_BYTES_PER_SECOND = 4.3e12  # what a copy reaches on an H200
-PEAK_FLOPS = 800e12  # what a large bfloat16 product reaches there
 COLD_BYTES = 200e6  # several times the L2 cache
 PAGE_SIZE = 16
 HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128)]
 DECODE_HEADS = [*HEADS, (16, 8, 64), (16, 2, 128)]
 BATCHES = [1, 16, 64, 256, 512]
-CONTEXTS = [1024, 4096, 16384]
+CONTEXTS = [1024, 4096, 16384, 65536]
 MOST_CACHE_BYTES = 20e9  # longer contexts of so many rows are left out
 REPLAYS = 9
 
@@ -66,6 +66,25 @@ def seconds_each(calls: Iterable[Callable[[], object]]) -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop) / 1e3 / len(calls))
     return statistics.median(times)
+
+
+@functools.cache
+def bytes_per_second() -> float:
+    """What the device's memory reaches, read alone or read and written."""
+    x = torch.ones(2**28, device="cuda")
+    y = torch.empty_like(x)
+    copied = 2 * x.nbytes / seconds_each([partial(y.copy_, x)] * 4)
+    return max(copied, x.nbytes / seconds_each([x.sum] * 4))
+
+
+@functools.cache
+def flops_per_second() -> float:
+    """What large products of bfloat16 reach."""
+    rates = []
+    for size in (4096, 8192):
+        x, y, out = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        rates.append(2 * size**3 / seconds_each([partial(torch.mm, x, y, out=out)] * 4))
+    return max(rates)
 
 
 def paged_rows(batch: int, context: int, kv_heads: int, head_dim: int) -> PagedRows:
@@ -105,8 +124,8 @@ def decode_seconds(
 
 
 def report_decode() -> None:
-    print("\ndecode attention: GB/s of keys and values (share of 4.3 TB/s), microseconds")
-    print(f"{'heads':>12} {'batch':>6} " + " ".join(f"{f'context {context}':>24}" for context in CONTEXTS))
+    print("\ndecode attention: GB/s of keys and values (share), microseconds")
+    print(f"{'heads':>12} {'batch':>6} " + " ".join(f"{f'context {context}':>22}" for context in CONTEXTS))
     for heads, batch in itertools.product(DECODE_HEADS, BATCHES):
         cells = []
         for context in CONTEXTS:
@@ -116,8 +135,8 @@ def report_decode() -> None:
                 continue
             seconds = decode_seconds(batch, context, heads)
             rate = cache_bytes / seconds
-            cells.append(f"{rate / 1e9:6.0f} ({rate / PEAK_BYTES_PER_SECOND:4.0%}) {seconds * 1e6:8.1f}")
-        print(f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} " + " ".join(f"{cell:>24}" for cell in cells))
+            cells.append(f"{rate / 1e9:6.0f} ({rate / bytes_per_second():4.0%}) {seconds * 1e6:8.1f}")
+        print(f"{heads[0]}:{heads[1]} d{heads[2]:<5} {batch:>6} " + " ".join(f"{cell:>22}" for cell in cells))
 
 
 def prefill_call(
@@ -133,6 +152,7 @@ def prefill_call(
     q, k, v = step.split((num_heads, kv_heads, kv_heads), dim=1)
     starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * queries
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda")
+    taken = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def call() -> torch.Tensor:
         triton_prefill.prefill(
@@ -146,6 +166,7 @@ def prefill_call(
             scale=head_dim**-0.5,
             window=None,
             out_THD=out,
+            taken_2=taken,
         )
         return out
 
@@ -158,7 +179,11 @@ def prefill_seconds(queries: int, context: int, heads: tuple[int, int, int], row
     return seconds_each([call] * 4)
 
 
-PREFILLS = [(8192, 8192, 1), (2048, 2048, 4), (2048, 8192, 1), (512, 512, 16), (64, 2112, 128)]
+# Tokens with queries, tokens in all, prompts.
+PREFILLS = [
+    *((32768, 32768, 1), (8192, 8192, 1), (2048, 8192, 1), (2048, 2048, 4), (64, 2112, 128)),
+    *((1024, 1024, 8), (512, 512, 16), (256, 256, 32)),
+]
 
 
 def prefill_flops(queries: int, context: int, rows: int, heads: tuple[int, int, int]) -> float:
@@ -167,16 +192,16 @@ def prefill_flops(queries: int, context: int, rows: int, heads: tuple[int, int, 
 
 
 def report_prefill() -> None:
-    print("\nprefill attention: TFLOP/s (share of 800), milliseconds")
+    print("\nprefill attention: TFLOP/s (share), milliseconds")
     titles = [f"{rows} x {queries} of {context}" for queries, context, rows in PREFILLS]
-    print(f"{'heads':>12} " + " ".join(f"{title:>24}" for title in titles))
+    print(f"{'heads':>12} " + " ".join(f"{title:>20}" for title in titles))
     for heads in [*HEADS, (8, 4, 256)]:
         cells = []
         for queries, context, rows in PREFILLS:
             seconds = prefill_seconds(queries, context, heads, rows)
             rate = prefill_flops(queries, context, rows, heads) / seconds
-            cells.append(f"{rate / 1e12:6.0f} ({rate / PEAK_FLOPS:4.0%}) {seconds * 1e3:8.3f}")
-        print(f"{heads[0]}:{heads[1]} d{heads[2]:<6} " + " ".join(f"{cell:>24}" for cell in cells))
+            cells.append(f"{rate / 1e12:5.0f} ({rate / flops_per_second():4.0%}) {seconds * 1e3:7.3f}")
+        print(f"{heads[0]}:{heads[1]} d{heads[2]:<6} " + " ".join(f"{cell:>20}" for cell in cells))
 
 
 def small_kernels(tokens: int, hidden: int, inner: int) -> dict[str, tuple[int, list[Callable[[], object]]]]:
@@ -200,12 +225,12 @@ def small_kernels(tokens: int, hidden: int, inner: int) -> dict[str, tuple[int, 
 
 
 def report_small_kernels() -> None:
-    print("\nsmall kernels: GB/s read and written (share of 4.3 TB/s), microseconds")
+    print("\nsmall kernels: GB/s read and written (share), microseconds")
     for tokens, hidden, inner in ((8192, 4096, 12288), (256, 4096, 12288), (256, 896, 4864), (1, 896, 4864)):
         for name, (elements, calls) in small_kernels(tokens, hidden, inner).items():
             seconds = seconds_each(calls)
             rate = tokens * elements * 2 / seconds
-            share = rate / PEAK_BYTES_PER_SECOND
+            share = rate / bytes_per_second()
             print(
                 f"{name:>14} {tokens:>6} x {hidden:<6} {rate / 1e9:6.0f} ({share:4.0%}) {seconds * 1e6:8.2f}"
             )
@@ -230,7 +255,7 @@ def tune_decode() -> None:
                     f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}, heads as {fold}"
                 )
                 found.append((decode_seconds(batch, context, heads, in_splits=True), setting))
-        floor = batch * context * heads[1] * heads[2] * 4 / PEAK_BYTES_PER_SECOND * 1e6
+        floor = batch * context * heads[1] * heads[2] * 4 / bytes_per_second() * 1e6
         title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"
         print(f"\n{title}: floor {floor:.1f} us", flush=True)
         for seconds, setting in sorted(found)[:4]:
@@ -334,16 +359,17 @@ PREFILL_TILINGS: dict[int, list[PrefillTiling | HopperTiling]] = {
         PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128),
         PrefillTiling(128, 64, 4, 3, 32, 3, overlap=False, max_registers=168),
         PrefillTiling(128, 128, 4, 2, 32, 2, overlap=False),
+        HopperTiling(2, 128, 4),
+        HopperTiling(3, 128, 4),
+        HopperTiling(3, 64, 4),
     ],
     128: [
         PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False),
         PrefillTiling(128, 64, 4, 2, 32, 2, overlap=False),
         PrefillTiling(128, 64, 8, 2, 32, 2, overlap=False, max_registers=128),
-        HopperTiling(2, 128, 2, alternate=True, persistent=True),
-        HopperTiling(2, 128, 2, alternate=False, persistent=True),
-        HopperTiling(2, 128, 2, alternate=True, persistent=False),
-        HopperTiling(2, 64, 4, alternate=True, persistent=True),
-        HopperTiling(3, 64, 3, alternate=True, persistent=True),
+        HopperTiling(2, 128, 2),
+        HopperTiling(2, 64, 4),
+        HopperTiling(3, 64, 3),
     ],
 }
 
@@ -415,6 +441,7 @@ def main() -> None:
     )
     tune = parser.parse_args().tune
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, pages of {PAGE_SIZE} tokens")
+    print(f"limits: {bytes_per_second() / 1e9:.0f} GB/s, {flops_per_second() / 1e12:.0f} TFLOP/s")
     for part in {
         None: (report_decode, report_shared, report_prefill, report_small_kernels),
         "decode": (tune_decode,),

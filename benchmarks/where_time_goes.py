@@ -2,10 +2,13 @@
 
     python benchmarks/where_time_goes.py --model Qwen3-0.6B --workload w1 [--top 12] [--json OUT]
 
-The workload runs twice before the one that is traced, so that nothing is compiled or captured in it.
-`idle_percent` is the share of the time between the first and the last kernel in which no kernel or copy ran;
-`waiting_percent` counts only pauses over 10 microseconds, those in which the device waits for the host: the
-others are the device's own, between two kernels. Tracing makes the host slower: all are upper bounds.
+The workload runs twice, so that later runs compile nothing and capture little. Then `--runs` runs have an
+event before and behind each step: `between_steps_percent` is, for each of them, the share of the time from
+the first step to the last in which the device had no step to run. A last run is traced: `idle_percent` is the
+share of the time between the first and the last kernel in which no kernel or copy ran, `waiting_percent` that
+of pauses over 10 microseconds, in which the device waits for the host; the others are its own, between two
+kernels. Tracing makes the host slower, and the device wait for it. So `gpu_idle_percent` takes from the trace
+only the device's own pauses, and adds the median of `between_steps_percent`.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from run_workloads import Adapter
@@ -28,6 +34,10 @@ from torch.profiler import ProfilerActivity, profile
 import models
 import tokenmill
 import workloads
+from tokenmill.messages import StepPlan
+from tokenmill.runner.lanes import Lanes
+from tokenmill.runner.recorder import Graph
+from tokenmill.runner.results import Results
 
 WORKLOADS: dict[str, Callable[[], list[workloads.Request]]] = {
     "w1": lambda: workloads.batch(256),
@@ -53,6 +63,63 @@ class Trace:
     def percent(self, least: float) -> float:
         """Share of the span in pauses of at least so many microseconds."""
         return round(100 * sum(length for _, length in self.pauses if length > least) / self.span, 2)
+
+
+class StepEvents:
+    """Events around steps: one before a step's first graph, or before what it launches kernel by kernel, and
+    one behind its results.
+    """
+
+    def __init__(self) -> None:
+        self._first = torch.cuda.Event(enable_timing=True)
+        self._start: torch.cuda.Event | None = None
+        self._is_graph = False
+        self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the steps that are launched within."""
+        order, replay, send = Lanes.order, Graph.replay, Results.__init__
+
+        def noted_order(lanes: Lanes, plan: StepPlan) -> None:
+            order(lanes, plan)
+            self._start, self._is_graph = _event(), False
+
+        def noted_replay(graph: Graph[Any]) -> None:
+            if not self._is_graph:
+                self._start, self._is_graph = _event(), True
+            replay(graph)
+
+        def noted_send(results: Results, *arguments: Any) -> None:
+            send(results, *arguments)
+            if self._start is not None:
+                self._steps.append((self._start, _event()))
+
+        self._first.record()
+        with (
+            mock.patch.object(Lanes, "order", noted_order),
+            mock.patch.object(Graph, "replay", noted_replay),
+            mock.patch.object(Results, "__init__", noted_send),
+        ):
+            yield
+        torch.cuda.synchronize()
+
+    def between_percent(self) -> float:
+        """Share of the time from the first step to the last in which none could run."""
+        spans = sorted(
+            (self._first.elapsed_time(start), self._first.elapsed_time(stop)) for start, stop in self._steps
+        )
+        idle, reached = 0.0, spans[0][0]
+        for start, stop in spans:
+            idle += max(0.0, start - reached)
+            reached = max(reached, stop)
+        return round(100 * idle / (reached - spans[0][0]), 2)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def read_trace(path: Path) -> Trace:
@@ -83,7 +150,7 @@ def short(name: str) -> str:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the workload thrice, the last time traced."""
+    """Run the workload again and again, the last time traced."""
     with tempfile.TemporaryDirectory() as folder:
         models.write(folder)
         engine = tokenmill.Engine(
@@ -95,13 +162,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with engine:
             adapter = Adapter(engine)
             requests = WORKLOADS[options.workload]()
-            seconds = []
             for _ in range(2):
                 adapter.flush()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
                 adapter.generate(requests)
-                seconds.append(time.perf_counter() - start)
+            seconds, between = [], []
+            for _ in range(options.runs):
+                adapter.flush()
+                events = StepEvents()
+                with events.noted():
+                    start = time.perf_counter()
+                    adapter.generate(requests)
+                    seconds.append(time.perf_counter() - start)
+                between.append(events.between_percent())
             adapter.flush()
             with profile(activities=[ProfilerActivity.CUDA]) as traced:
                 adapter.generate(requests)
@@ -113,11 +185,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": options.model,
         "workload": options.workload,
-        "seconds": round(seconds[-1], 3),
-        "output_tokens_per_second": round(tokens / seconds[-1]),
+        "seconds": round(statistics.median(seconds), 3),
+        "output_tokens_per_second": round(tokens / statistics.median(seconds)),
+        "between_steps_percent": between,
         "traced_seconds": round(trace.span / 1e6, 3),
         "idle_percent": trace.percent(0),
         "waiting_percent": trace.percent(LONG_PAUSE),
+        "gpu_idle_percent": round(
+            statistics.median(between) + trace.percent(0) - trace.percent(LONG_PAUSE), 2
+        ),
         "longest_pauses": [
             {"at_seconds": round(start / 1e6, 4), "milliseconds": round(length / 1e3, 3)}
             for start, length in sorted(trace.pauses, key=lambda pause: -pause[1])[:40]
@@ -135,6 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=list(models.CONFIGS), default="Qwen3-0.6B")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="w1")
+    parser.add_argument("--runs", type=int, default=3, help="runs with events (default: 3)")
     parser.add_argument("--top", type=int, default=12, help="kernels to show (default: 12)")
     parser.add_argument("--arguments", default="{}", help="more arguments of Engine, as a JSON object")
     parser.add_argument("--json", type=Path, help="append the whole result to this file")

@@ -252,8 +252,8 @@ def prefill(
     )
 
 
-def hopper(group: int) -> dict[str, Any]:
-    tiling, head_dim = hopper_prefill.hopper_tiling(4096), hopper_prefill.HEAD_DIM
+def hopper(head_dim: int, group: int) -> dict[str, Any]:
+    tiling = hopper_prefill.hopper_tiling(head_dim)
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -262,10 +262,10 @@ def hopper(group: int) -> dict[str, Any]:
         "GROUPS": tiling.groups,
         "BLOCK_N": tiling.keys,
         "STAGES": tiling.stages,
-        "ALTERNATE": tiling.alternate,
     }
     step = f"tensordesc<bf16[{tiling.keys}, {head_dim}],{hopper_prefill.STEP_LAYOUT!r}>"
-    pointers = {"q": "bf16", "page_table": "i32", "query_starts": "i32", "lengths": "i32", "out": "bf16"}
+    pointers = {"q": "bf16", "out": "bf16"}
+    pointers |= dict.fromkeys(("page_table", "query_starts", "lengths", "taken"), "i32")
     names = ("num_rows", "num_tiles", "num_kv_heads", "stride_table", "stride_h", "stride_qt", "stride_qh")
     scalars = {
         "scale_log2": "fp32",
@@ -540,7 +540,8 @@ if __name__ == "__main__":
             "prefill 96": prefill(96, 3),
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),
-            "hopper 128": hopper(4),
+            "hopper 64": hopper(64, 7),
+            "hopper 128": hopper(128, 4),
             "hopper shared 64": hopper_prefixes(64, 7),
             "hopper shared 128": hopper_prefixes(128, 2),
             "runs 64": runs(64, 7),

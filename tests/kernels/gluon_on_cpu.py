@@ -31,8 +31,9 @@ class Tensor(np.ndarray):
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Tensor:
         return np.asarray(array).view(Tensor)
 
-    def to(self, dtype: Any) -> Tensor:
-        return self.astype(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+        """Numbers of two bytes have four here, whatever type they are taken for."""
+        return self if bitcast else self.astype(dtype)
 
     def permute(self, order: tuple[int, ...]) -> Tensor:
         return self.transpose(order)
@@ -89,20 +90,27 @@ class Shared:
 
 
 class Cells(list[np.ndarray]):
-    """Single numbers in shared memory, slowly read and written; each is read once, and wrong otherwise."""
+    """Single numbers in shared memory, slowly read and written. Each is read once by every group of warps but
+    the one that tells the others, and wrong otherwise."""
+
+    lock = threading.Lock()
 
     def index(self, place: Any) -> SimpleNamespace:  # type: ignore[override]
         cell = self[int(place)]
 
         def load(layout: Any) -> Tensor:
             time.sleep(0.003)
-            value = tensor(cell.copy())
-            cell[:] = NOBODY_S
-            return value
+            with self.lock:
+                value, readers = cell
+                assert readers > 0, "read before it was told, or twice"
+                cell[:] = (value, readers - 1) if readers > 1 else (NOBODY_S, 0)
+            return tensor([value])
 
         def store(value: np.ndarray) -> None:
             time.sleep(0.001)
-            cell[:] = value
+            with self.lock:
+                assert cell[1] == 0, "told before all have taken it in"
+                cell[:] = value[0], _program.groups - 1
 
         return SimpleNamespace(load=load, store=store)
 
@@ -215,9 +223,10 @@ def _load(source: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
     return tensor(np.where(mask, source.storage[places], other))
 
 
-def _store(target: Pointer, value: np.ndarray, mask: Any) -> None:
+def _store(target: Pointer, value: Any, mask: Any = True) -> None:
+    value = np.asarray(value)
     mask = np.broadcast_to(mask, value.shape)
-    target.storage[np.asarray(target.places)[mask]] = np.asarray(value)[mask]
+    target.storage[np.asarray(target.places)[mask]] = value[mask]
 
 
 def _atomic_add(target: Pointer, value: Any, sem: str) -> Tensor:
@@ -232,7 +241,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
         return Barriers(Barrier() for _ in range(shape[0]))
     *tiles, tokens, width = shape
     if width == 1:
-        return Cells(np.full(1, NOBODY_S, dtype) for _ in range(tokens))
+        return Cells(np.array([NOBODY_S, 0], dtype) for _ in range(tokens))
     return Shared(np.full((math.prod(tiles) * (width // 64), tokens, 64), np.nan, dtype), tuple(shape))
 
 
@@ -244,7 +253,7 @@ def _warp_specialize(parts: list[tuple[Any, tuple[Any, ...]]], _: list[int], __:
     problems: list[BaseException] = []
 
     def run(function: Any, arguments: tuple[Any, ...]) -> None:
-        _program.place, _program.count = place, programs
+        _program.place, _program.count, _program.groups = place, programs, len(parts)
         try:
             with np.errstate(all="ignore"):
                 function(*arguments)
@@ -308,6 +317,7 @@ def load_module(path: Path) -> ModuleType:
         constexpr=_constexpr,
         bfloat16=object(),  # nothing is of this type here: what is written for it in assembly, a GPU must run
         float32=np.float32,
+        int16=np.int16,
         int32=np.int32,
         int64=np.int64,
         arange=lambda start, stop, layout=None: tensor(np.arange(start, stop)),

@@ -54,6 +54,8 @@ class TritonBackend:
         self._specs = tuple(specs)
         self._key_caches = tuple(key_caches)
         self._value_caches = tuple(value_caches)
+        # For programs of prompts, which take their tiles from a counter. No two steps with prompts overlap.
+        self._taken_2 = torch.zeros(2, dtype=torch.int32, device=key_caches[0].device)
         self._work: _Work | None = None
         # The first layer that attends to whole sequences.
         self._first_whole = next((at for at, spec in enumerate(self._specs) if spec.window is None), None)
@@ -139,6 +141,7 @@ class TritonBackend:
                 scale=spec.scale,
                 window=spec.window,
                 out_THD=out_THD,
+                taken_2=self._taken_2,
             )
         return out_THD
 

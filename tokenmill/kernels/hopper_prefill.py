@@ -28,10 +28,13 @@ from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import are_tiles, can_be_copied, clear_past, copy_tokens, page_tiles
 from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, num_processors
 
-HEAD_DIM = 128  # with smaller heads the exponentials cost as much as the products, and the plain kernel wins
+HEAD_DIMS = (64, 128)
 # Measured on an H200: below both, starting a program of this size costs more than it gains.
 LONG_QUERY = 1024
 LONG_PREFIX = 4  # times the prompt's own tokens
+WORK_SLOTS = gl.constexpr(2)  # tiles that are told of and not yet begun
+WORK_FIELDS = gl.constexpr(5)  # of such a tile: see `_take_tile`
+NOWHERE = gl.constexpr(2**30)  # the first pair where there is no tile: no prompt has so many
 GROUP_QUERIES = gl.constexpr(64)  # pairs of query and head of a group of four warps: what its products take
 NEVER = gl.constexpr(-1e30)  # the peak of a query before its first key: finite, to be subtracted from itself
 # Tiles lie in shared memory in columns of 128 bytes, as products read them.
@@ -43,21 +46,19 @@ class HopperTiling:
     """The work of a program.
 
     `groups` of four warps take 64 pairs of query and head each, and share tiles of `keys` keys, of which
-    `stages` are in shared memory at once. With `alternate` the groups start their products in turn, so that
-    one multiplies while another computes its softmax. With `persistent` there is one program for each of the
-    device's processors, and it computes tile after tile; else one program for each tile.
+    `stages` are in shared memory at once. The groups start their products in turn, so that one multiplies
+    while another computes its softmax.
     """
 
     groups: int
     keys: int
     stages: int
-    alternate: bool
-    persistent: bool
 
 
-def hopper_tiling(longest_query: int) -> HopperTiling:
-    """The tiling for prompts of up to so many tokens: only many tiles of a prompt are worth balancing."""
-    return HopperTiling(groups=2, keys=128, stages=2, alternate=True, persistent=longest_query >= LONG_QUERY)
+def hopper_tiling(head_dim: int) -> HopperTiling:
+    """Measured on an H200. With a third group and heads of 64, a prompt of 32,768 tokens takes 5 % less, and 4
+    of 2,048 take 15 % more."""
+    return HopperTiling(groups=2, keys=128, stages=2 if head_dim == 128 else 4)
 
 
 def pays(longest_query: int, longest_row: int) -> bool:
@@ -69,7 +70,7 @@ def can_take(k_TKD: torch.Tensor, v_TKD: torch.Tensor, rows: PagedRows, most_pai
     """Whether `prefill` knows these numbers and layouts, and rows fill more than one group."""
     return (
         are_tiles(rows.key_cache_NBKD, rows.value_cache_NBKD)
-        and k_TKD.shape[2] == HEAD_DIM
+        and k_TKD.shape[2] in HEAD_DIMS
         and most_pairs > GROUP_QUERIES.value
         and k_TKD.stride() == v_TKD.stride()
         and can_be_copied(k_TKD, v_TKD)
@@ -83,20 +84,19 @@ def prefill(
     rows: PagedRows,
     *,
     query_starts: torch.Tensor,
-    longest_query: int,
     scale: float,
     out_THD: torch.Tensor,
+    taken_2: torch.Tensor,
 ) -> None:
     """As `triton_prefill.prefill`, for what `can_take` allows."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
-    tiling = hopper_tiling(longest_query)
+    tiling = hopper_tiling(head_dim)
     num_tiles = num_kv_heads * (num_tokens * group // (tiling.groups * 64) + num_rows)
-    num_programs = min(num_tiles, num_processors(q_THD.device)) if tiling.persistent else num_tiles
     launch(
         _prefill_kernel,
-        (num_programs,),
+        (min(num_tiles, num_processors(q_THD.device)),),
         q_THD,
         _step_tiles(k_TKD, tiling.keys),
         _step_tiles(v_TKD, tiling.keys),
@@ -105,6 +105,7 @@ def prefill(
         rows.page_table_RP,
         query_starts,
         rows.lengths_R,
+        taken_2,
         out_THD,
         scale * LOG2_E,
         num_rows,
@@ -121,7 +122,6 @@ def prefill(
         GROUPS=tiling.groups,
         BLOCK_N=tiling.keys,
         STAGES=tiling.stages,
-        ALTERNATE=tiling.alternate,
         num_warps=4,
     )
 
@@ -158,23 +158,6 @@ def _find_row(tile, query_starts, num_rows, GROUP: gl.constexpr, SEARCH: gl.cons
 
 
 @gluon.jit
-def _nth_tile(nth, num_tiles, num_kv_heads):
-    """(key head, tile) of the nth tile of this program, -1 after the last. Every other turn goes backwards.
-
-    The last tiles of a prompt see the most keys: they go first. The heads of one tile run side by side.
-    """
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    if nth % 2 == 1:
-        place = programs - 1 - place
-    place = nth * programs + place
-    tile = num_tiles // num_kv_heads - 1 - place // num_kv_heads
-    if place >= num_tiles:
-        tile = -1
-    return place % num_kv_heads, tile
-
-
-@gluon.jit
 def _count_tiles(
     first, num_queries, prefix, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 ):
@@ -187,6 +170,69 @@ def _count_tiles(
     own = last_query // BLOCK_N + 1
     whole = gl.minimum((first // GROUP + 1) // BLOCK_N, own - 1)
     return own, whole, (prefix % BLOCK_N + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _draw_tile(
+    taken, query_starts, num_rows, num_tiles, num_kv_heads,
+    GROUP: gl.constexpr, SEARCH: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """(key head, row, its first token, its queries, first pair) of a tile that no program has taken.
+
+    The last tiles of a prompt see the most keys: they go first. The heads of one tile run side by side.
+    """
+    place = gl.atomic_add(taken, 1, sem="relaxed")
+    tile = num_tiles // num_kv_heads - 1 - place // num_kv_heads
+    row, token, num_queries, first = _find_row(tile, query_starts, num_rows, GROUP, SEARCH, BLOCK_M)
+    return gl.where(place < num_tiles, place % num_kv_heads, -1), row, token, num_queries, first
+
+
+@gluon.jit
+def _take_tile(
+    number, work, told, taken, query_starts, lengths, num_rows, num_tiles, num_kv_heads,
+    GROUP: gl.constexpr, SEARCH: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Tell the groups what the program's tile number `number` is: (key head, row, first token, queries, first
+    pair of query and head, tokens of the row before its queries); key head -1 if no tile is left."""
+    kv_head, row, token, num_queries, first = _draw_tile(
+        taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH, BLOCK_M
+    )
+    while (kv_head >= 0) & ((first < 0) | (first >= num_queries * GROUP)):  # an empty one
+        kv_head, row, token, num_queries, first = _draw_tile(
+            taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH, BLOCK_M
+        )
+    prefix = gl.load(lengths + row) - num_queries
+    slot = number % WORK_SLOTS
+    mbarrier.wait(told.index(WORK_SLOTS + slot), number // WORK_SLOTS % 2 ^ 1)
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    fields = (kv_head, token, num_queries, gl.where(kv_head < 0, NOWHERE, first), prefix)
+    for field in gl.static_range(WORK_FIELDS):
+        work.index(slot * WORK_FIELDS + field).store(gl.full([1], fields[field], gl.int32, lane))
+    gl.thread_barrier()
+    mbarrier.arrive(told.index(slot))
+    return kv_head, row, token, num_queries, first, prefix
+
+
+@gluon.jit
+def _next_tile(number, work, told):
+    """What `_take_tile` has told: (key head, first token, queries, first pair, tokens before)."""
+    slot = number % WORK_SLOTS
+    mbarrier.wait(told.index(slot), number // WORK_SLOTS % 2)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    fields = ()
+    for field in gl.static_range(WORK_FIELDS):
+        fields += (gl.max(work.index(slot * WORK_FIELDS + field).load(lanes), axis=0),)
+    mbarrier.arrive(told.index(WORK_SLOTS + slot))
+    return fields
+
+
+@gluon.jit
+def _leave(taken):
+    """The last program to come here leaves zeros for the next launch: nobody takes a tile any more."""
+    ended = gl.atomic_add(taken + 1, 1, sem="acq_rel")
+    if ended == gl.num_programs(0) - 1:
+        gl.store(taken, 0)
+        gl.store(taken + 1, 0)
 
 
 @gluon.jit
@@ -209,53 +255,55 @@ def _copy_own(
 
 @gluon.jit
 def _feed(
-    k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, query_starts, lengths, num_rows,
-    num_tiles, num_kv_heads, stride_h, stride_table,
+    k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, work, barriers, told, page_table, query_starts,
+    lengths, taken, num_rows, num_tiles, num_kv_heads, stride_h, stride_table,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS_PER_SEARCH: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the tiles that the others compute with, as soon as there is room."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_QUERIES
     step = 0
-    nth = 0
-    kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
-    while tile >= 0:
-        row, token, num_queries, first = _find_row(
-            tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
-        )
-        if (first >= 0) & (first < num_queries * GROUP):
-            prefix = gl.load(lengths + row) - num_queries
-            own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
-            table = page_table + row.to(gl.int64) * stride_table
-            column = kv_head * stride_h
-            for index in range(own - whole):
-                start = token + (own - 1 - index) * BLOCK_N
-                _copy_own(
-                    step + index, k_step, v_step, k_tiles, v_tiles, barriers, start, column, BLOCK_N, STAGES
-                )
-            step += own - whole
-            if partial > 0:
-                start = prefix // BLOCK_N * BLOCK_N
-                copy_tokens(
-                    step, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
-                    PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
-                )  # fmt: skip
-            step += partial
-            for index in range(whole):
-                start = token + (whole - 1 - index) * BLOCK_N
-                _copy_own(
-                    step + index, k_step, v_step, k_tiles, v_tiles, barriers, start, column, BLOCK_N, STAGES
-                )
-            step += whole
-            for index in range(prefix // BLOCK_N):
-                start = (prefix // BLOCK_N - 1 - index) * BLOCK_N
-                copy_tokens(
-                    step + index, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
-                    PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
-                )  # fmt: skip
-            step += prefix // BLOCK_N
-        nth += 1
-        kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
+    number = 0
+    kv_head, row, token, num_queries, first, prefix = _take_tile(
+        number, work, told, taken, query_starts, lengths, num_rows, num_tiles, num_kv_heads, GROUP,
+        ROWS_PER_SEARCH, BLOCK_M,
+    )  # fmt: skip
+    while kv_head >= 0:
+        own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
+        table = page_table + row.to(gl.int64) * stride_table
+        column = kv_head * stride_h
+        for index in range(own - whole):
+            start = token + (own - 1 - index) * BLOCK_N
+            _copy_own(
+                step + index, k_step, v_step, k_tiles, v_tiles, barriers, start, column, BLOCK_N, STAGES
+            )
+        step += own - whole
+        if partial > 0:
+            start = prefix // BLOCK_N * BLOCK_N
+            copy_tokens(
+                step, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
+                PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+            )  # fmt: skip
+        step += partial
+        for index in range(whole):
+            start = token + (whole - 1 - index) * BLOCK_N
+            _copy_own(
+                step + index, k_step, v_step, k_tiles, v_tiles, barriers, start, column, BLOCK_N, STAGES
+            )
+        step += whole
+        for index in range(prefix // BLOCK_N):
+            start = (prefix // BLOCK_N - 1 - index) * BLOCK_N
+            copy_tokens(
+                step + index, k_cache, v_cache, k_tiles, v_tiles, barriers, table, start, prefix, kv_head,
+                PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES,
+            )  # fmt: skip
+        step += prefix // BLOCK_N
+        number += 1
+        kv_head, row, token, num_queries, first, prefix = _take_tile(
+            number, work, told, taken, query_starts, lengths, num_rows, num_tiles, num_kv_heads, GROUP,
+            ROWS_PER_SEARCH, BLOCK_M,
+        )  # fmt: skip
+    _leave(taken)
 
 
 @gluon.jit
@@ -278,38 +326,42 @@ def _start_scores(step, query, k_tiles, barriers, BLOCK_N: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def _start_values(step, acc, weights, v_tiles, barriers, STAGES: gl.constexpr):
+def _start_values(step, acc, narrow, v_tiles, barriers, STAGES: gl.constexpr):
     """Begin to add the values of tile number `step`, weighted, to `acc`."""
     slot = step % STAGES
     mbarrier.wait(barriers.index(STAGES + slot), step // STAGES % 2)
+    weights = narrow.to(v_tiles.dtype, bitcast=True)
     return warpgroup_mma(weights, v_tiles.index(slot), acc, is_async=True)
 
 
 @gluon.jit
 def _narrow(weights, layout: gl.constexpr, dtype: gl.constexpr):
-    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
+    """The weights as a factor of `_start_values`, of two bytes each.
+
+    As integers, because what a loop hands on in bfloat16 is taken apart and put together again each time.
+    """
+    narrow = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
+    return narrow.to(gl.int16, bitcast=True)
 
 
 @gluon.jit
 def _masked(scores, queries, start, limit, BLOCK_N: gl.constexpr):
     """Scores, without those of keys at `limit` and on, and of keys past a query."""
-    positions = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
-    visible = (positions[None, :] <= queries[:, None]) & (positions < limit)[None, :]
-    return gl.where(visible, scores, float("-inf"))
+    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
+    last = gl.minimum(queries, limit - 1) - start
+    return gl.where(keys[None, :] <= last[:, None], scores, float("-inf"))
 
 
 @gluon.jit
 def _next_scores(
     step, turn, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, MINE: gl.constexpr, ALTERNATE: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """(scores of tile `step`, `acc` while the values of the tile before are being added)."""
-    if ALTERNATE:
-        mbarrier.wait(turns.index(MINE), turn % 2 ^ (1 if MINE == 0 else 0))
+    mbarrier.wait(turns.index(MINE), turn % 2 ^ (1 if MINE == 0 else 0))
     scores = _start_scores(step, query, k_tiles, barriers, BLOCK_N, STAGES)
     acc = _start_values(step - 1, acc, narrow, v_tiles, barriers, STAGES)
-    if ALTERNATE:
-        mbarrier.arrive(turns.index((MINE + 1) % GROUPS))
+    mbarrier.arrive(turns.index((MINE + 1) % GROUPS))
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(barriers.index(2 * STAGES + step % STAGES))
     return scores, acc
@@ -348,7 +400,7 @@ def make_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
 def attend_tiles(
     step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole, partial,
     scale_log2, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    MINE: gl.constexpr, ALTERNATE: gl.constexpr,
+    MINE: gl.constexpr,
 ):  # fmt: skip
     """(weighted sum of the values, sum of the weights, peak of the scores, number of tiles) over all keys.
 
@@ -373,7 +425,7 @@ def attend_tiles(
     for index in range(1, masked):
         scores, acc = _next_scores(
             step + index, turn + index - 1, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
-            STAGES, GROUPS, MINE, ALTERNATE,
+            STAGES, GROUPS, MINE,
         )  # fmt: skip
         of_prefix = index == own - whole
         start = gl.where(of_prefix, prefix // BLOCK_N, own - 1 - index) * BLOCK_N
@@ -386,7 +438,7 @@ def attend_tiles(
     for index in range(masked, count):
         scores, acc = _next_scores(
             step + index, turn + index - 1, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
-            STAGES, GROUPS, MINE, ALTERNATE,
+            STAGES, GROUPS, MINE,
         )  # fmt: skip
         weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
         acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)
@@ -398,11 +450,27 @@ def attend_tiles(
 
 
 @gluon.jit
+def _places(pairs, first, stride_t, stride_h, GROUP: gl.constexpr):
+    """Where these pairs of a tile lie, from the tile's first token and key head on, which fits 32 bits."""
+    return ((first + pairs) // GROUP - first // GROUP) * stride_t + (first + pairs) % GROUP * stride_h
+
+
+@gluon.jit
+def _load_queries(
+    q, pairs, columns, kv_head, token, num_queries, first, stride_t, stride_h, GROUP: gl.constexpr
+):
+    """The queries of these pairs of a tile; zero past the last one."""
+    source = q + (token + first // GROUP).to(gl.int64) * stride_t + kv_head * GROUP * stride_h
+    sources = _places(pairs, first, stride_t, stride_h, GROUP)[:, None] + columns[None, :]
+    return gl.load(source + sources, mask=(first + pairs < num_queries * GROUP)[:, None], other=0)
+
+
+@gluon.jit
 def _compute(
-    q, query_tiles, k_tiles, v_tiles, barriers, turns, query_starts, lengths, out, scale_log2, num_rows,
-    num_tiles, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS_PER_SEARCH: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ALTERNATE: gl.constexpr, MINE: gl.constexpr,
+    q, query_tiles, k_tiles, v_tiles, work, barriers, told, turns, out, scale_log2, stride_qt, stride_qh,
+    stride_ot, stride_oh,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the attention of 64 pairs of query and head of each of the program's tiles."""
     query = query_tiles.index(MINE)
@@ -414,49 +482,41 @@ def _compute(
     score_pairs = MINE * GROUP_QUERIES + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, score_layout))
     step = 0
     turn = 0
-    nth = 0
-    kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
-    while tile >= 0:
-        row, token, num_queries, first = _find_row(
-            tile, query_starts, num_rows, GROUP, ROWS_PER_SEARCH, BLOCK_M
+    number = 0
+    kv_head, token, num_queries, first, prefix = _next_tile(number, work, told)
+    asked = _load_queries(q, pairs, columns, kv_head, token, num_queries, first, stride_qt, stride_qh, GROUP)
+    while kv_head >= 0:
+        query.store(asked)
+        fence_async_shared()
+        gl.thread_barrier()
+        own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
+        queries = gl.minimum((first + score_pairs) // GROUP, num_queries - 1)
+        acc, total, _, count = attend_tiles(
+            step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole,
+            partial, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE,
+        )  # fmt: skip
+        step += count
+        turn += count - 1
+        target = out + (token + first // GROUP).to(gl.int64) * stride_ot + kv_head * GROUP * stride_oh
+        targets = _places(pairs, first, stride_ot, stride_oh, GROUP)[:, None] + columns[None, :]
+        keep = first + pairs < num_queries * GROUP
+        # The next queries are on their way while this tile's answers are written.
+        number += 1
+        kv_head, token, num_queries, first, prefix = _next_tile(number, work, told)
+        asked = _load_queries(
+            q, pairs, columns, kv_head, token, num_queries, first, stride_qt, stride_qh, GROUP
         )
-        if (first >= 0) & (first < num_queries * GROUP):
-            prefix = gl.load(lengths + row) - num_queries
-            own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
-            # Past the last query: the last once more. Offsets from the tile's first token fit 32 bits.
-            first_query = first // GROUP
-            mine = gl.minimum((first + pairs) // GROUP, num_queries - 1) - first_query
-            heads = (first + pairs) % GROUP
-            first_token = (token + first_query).to(gl.int64)
-            source = q + first_token * stride_qt + kv_head * GROUP * stride_qh
-            sources = (mine * stride_qt + heads * stride_qh)[:, None] + columns[None, :]
-            query.store(gl.load(source + sources))
-            fence_async_shared()
-            gl.thread_barrier()
-
-            queries = gl.minimum((first + score_pairs) // GROUP, num_queries - 1)
-            acc, total, _, count = attend_tiles(
-                step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own,
-                whole, partial, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE, ALTERNATE,
-            )  # fmt: skip
-            step += count
-            turn += count - 1
-            acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
-            # The queries are done with: their place turns the result round for wide stores.
-            query.store(acc.to(out.dtype.element_ty))
-            gl.thread_barrier()
-            target = out + first_token * stride_ot + kv_head * GROUP * stride_oh
-            targets = (mine * stride_ot + heads * stride_oh)[:, None] + columns[None, :]
-            keep = first + pairs < num_queries * GROUP
-            gl.store(target + targets, query.load(wide), mask=keep[:, None])
-            gl.thread_barrier()
-        nth += 1
-        kv_head, tile = _nth_tile(nth, num_tiles, num_kv_heads)
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
+        # The queries are done with: their place turns the result round for wide stores.
+        query.store(acc.to(out.dtype.element_ty))
+        gl.thread_barrier()
+        gl.store(target + targets, query.load(wide), mask=keep[:, None])
+        gl.thread_barrier()
 
 
 @gluon.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_kv_heads", "stride_table"],
-    do_not_specialize_on_alignment=["page_table", "query_starts", "lengths"],
+    do_not_specialize_on_alignment=["page_table", "query_starts", "lengths", "taken"],
 )
 def _prefill_kernel(
     q,
@@ -467,6 +527,7 @@ def _prefill_kernel(
     page_table,
     query_starts,
     lengths,
+    taken,
     out,
     scale_log2,
     num_rows,
@@ -485,25 +546,32 @@ def _prefill_kernel(
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    ALTERNATE: gl.constexpr,
 ):
     k_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
     v_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
     query_tiles = gl.allocate_shared_memory(k_step.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], k_step.layout)
     barriers, turns = make_barriers(STAGES, GROUPS)
+    # The tiles that come next, as the feeding warp has told; it was told, and was taken in by all groups.
+    work = gl.allocate_shared_memory(
+        gl.int32, [WORK_SLOTS * WORK_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    told = gl.allocate_shared_memory(gl.int64, [2 * WORK_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(WORK_SLOTS):
+        mbarrier.init(told.index(slot), count=1)
+        mbarrier.init(told.index(WORK_SLOTS + slot), count=GROUPS)
 
     feed = (
-        k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, query_starts, lengths,
-        num_rows, num_tiles, num_kv_heads, stride_h, stride_table,
+        k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, work, barriers, told, page_table, query_starts,
+        lengths, taken, num_rows, num_tiles, num_kv_heads, stride_h, stride_table,
     )  # fmt: skip
     compute = (
-        q, query_tiles, k_tiles, v_tiles, barriers, turns, query_starts, lengths, out, scale_log2, num_rows,
-        num_tiles, num_kv_heads, stride_qt, stride_qh, stride_ot, stride_oh,
+        q, query_tiles, k_tiles, v_tiles, work, barriers, told, turns, out, scale_log2, stride_qt, stride_qh,
+        stride_ot, stride_oh,
     )  # fmt: skip
     feeding: gl.constexpr = (GROUP, HEAD_DIM, PAGE_SIZE, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES)
-    first: gl.constexpr = (GROUP, HEAD_DIM, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES, ALTERNATE, 0)
-    second: gl.constexpr = (GROUP, HEAD_DIM, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES, ALTERNATE, 1)
-    third: gl.constexpr = (GROUP, HEAD_DIM, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES, ALTERNATE, 2)
+    first: gl.constexpr = (GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES, 0)
+    second: gl.constexpr = (GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES, 1)
+    third: gl.constexpr = (GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES, 2)
     # Registers of a thread: of 504 for three times four warps, of 512 for four times.
     if GROUPS == 2:
         gl.warp_specialize(

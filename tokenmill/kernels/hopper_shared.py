@@ -183,7 +183,7 @@ def _compute(
         _, tiles, last = _count_tiles(item, BLOCK_N)
         acc, total, peak, count = attend_tiles(
             step, turn, everywhere, query, k_tiles, v_tiles, barriers, turns, last, (tiles - 1) * BLOCK_N, 1,
-            0, 0, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE, True,
+            0, 0, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE,
         )  # fmt: skip
         step += count
         turn += count - 1

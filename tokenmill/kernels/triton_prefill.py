@@ -75,13 +75,15 @@ def prefill(
     scale: float,
     window: int | None,
     out_THD: torch.Tensor,
+    taken_2: torch.Tensor,
 ) -> None:
     """Causal attention of the last tokens of each row, written to `out_THD`.
 
     Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the tensors; a row may have none, and
     tokens of no row are left alone. The tokens of a row before its queries are read from its pages, its
     others from `k_TKD` and `v_TKD`. `longest_query`, and `longest_row` with the tokens before it, only choose
-    kernel and tile.
+    kernel and tile. In `taken_2` (int32, zeros) programs count while they run; they leave zeros, and no two
+    launches may use it at the same time.
     """
     pairs = longest_query * (q_THD.shape[1] // k_TKD.shape[1])
     if window is None and has_hopper_kernels(k_TKD.device):
@@ -92,7 +94,7 @@ def prefill(
         ):
             hopper_prefill.prefill(
                 q_THD, k_TKD, v_TKD, rows,
-                query_starts=query_starts, longest_query=longest_query, scale=scale, out_THD=out_THD,
+                query_starts=query_starts, scale=scale, out_THD=out_THD, taken_2=taken_2,
             )  # fmt: skip
             return
     tiling = prefill_tiling(q_THD.shape[2], q_THD.element_size(), pairs)
