@@ -40,7 +40,7 @@ PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3
 REGISTERS = 128
 # Pairs of row and key head; with fewer, starting to stream takes most of the time, unless starts are hidden.
-FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 8
+FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 4
 SHORT_ROW = 512  # keys; a program that begins early takes room from the products of a row that is alone
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 # Of all tiles, what the long runs have; the rest are short ones, at most so many for each program. There are
