@@ -1,6 +1,6 @@
 """Where the GPU's time goes in a workload, from a trace: by kernel, and how long no kernel ran at all.
 
-    python benchmarks/where_time_goes.py --model Qwen3-0.6B --workload w1 [--top 12] [--json OUT]
+    python benchmarks/where_time_goes.py --model Qwen3-0.6B --workload w1 [--runs 3] [--top 12] [--json OUT]
 
 The workload runs twice, so that later runs compile nothing and capture little. Then `--runs` runs have an
 event before and behind each step: `between_steps_percent` is, for each of them, the share of the time from
@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,20 +106,27 @@ class StepEvents:
 
     def between_percent(self) -> float:
         """Share of the time from the first step to the last in which none could run."""
-        spans = sorted(
-            (self._first.elapsed_time(start), self._first.elapsed_time(stop)) for start, stop in self._steps
-        )
-        idle, reached = 0.0, spans[0][0]
-        for start, stop in spans:
-            idle += max(0.0, start - reached)
-            reached = max(reached, stop)
-        return round(100 * idle / (reached - spans[0][0]), 2)
+        at = self._first.elapsed_time
+        whole, pauses = span_and_pauses((at(start), at(stop)) for start, stop in self._steps)
+        return round(100 * sum(length for _, length in pauses) / whole, 2)
 
 
 def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def span_and_pauses(times: Iterable[tuple[float, float]]) -> tuple[float, list[tuple[float, float]]]:
+    """Of things that ran from one time to another: from the first start to the last stop, and the times when
+    nothing ran in between (start, length), counted from the first start."""
+    spans = sorted(times)
+    pauses, reached = [], spans[0][0]
+    for start, stop in spans:
+        if start > reached:
+            pauses.append((reached - spans[0][0], start - reached))
+        reached = max(reached, stop)
+    return reached - spans[0][0], pauses
 
 
 def read_trace(path: Path) -> Trace:
@@ -133,14 +140,9 @@ def read_trace(path: Path) -> Trace:
         name = short(event["name"])
         seconds, count = by_kernel[name]
         by_kernel[name] = (seconds + event["dur"], count + 1)
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
-    pauses, reached = [], spans[0][0]
-    for start, stop in spans:
-        if start > reached:
-            pauses.append((reached - spans[0][0], start - reached))
-        reached = max(reached, stop)
-    began = trace.get("baseTimeNanoseconds", 0) / 1e9 + spans[0][0] / 1e6
-    return Trace(began, reached - spans[0][0], pauses, dict(by_kernel))
+    span, pauses = span_and_pauses((event["ts"], event["ts"] + event["dur"]) for event in events)
+    began = trace.get("baseTimeNanoseconds", 0) / 1e9 + min(event["ts"] for event in events) / 1e6
+    return Trace(began, span, pauses, dict(by_kernel))
 
 
 def short(name: str) -> str:
