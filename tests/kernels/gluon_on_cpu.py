@@ -7,6 +7,7 @@ where in shared memory, and who waits for whom. Layouts in registers, fences and
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import time
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-NOBODY_S = 2**30  # a number that nobody has stored
 PATIENCE_SECONDS = 20.0  # a barrier that does not open by then is a deadlock
 
 
@@ -90,8 +90,8 @@ class Shared:
 
 
 class Cells(list[np.ndarray]):
-    """Single numbers in shared memory, slowly read and written. Each is read once by every group of warps but
-    the one that tells the others, and wrong otherwise."""
+    """Single numbers in shared memory, slowly read and written, and how many are yet to read each: all groups
+    of warps, but the one that tells the others."""
 
     lock = threading.Lock()
 
@@ -101,10 +101,9 @@ class Cells(list[np.ndarray]):
         def load(layout: Any) -> Tensor:
             time.sleep(0.003)
             with self.lock:
-                value, readers = cell
-                assert readers > 0, "read before it was told, or twice"
-                cell[:] = (value, readers - 1) if readers > 1 else (NOBODY_S, 0)
-            return tensor([value])
+                assert cell[1] > 0, "read before it was told, or twice"
+                cell[1] -= 1
+                return tensor(cell[:1].copy())
 
         def store(value: np.ndarray) -> None:
             time.sleep(0.001)
@@ -241,7 +240,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
         return Barriers(Barrier() for _ in range(shape[0]))
     *tiles, tokens, width = shape
     if width == 1:
-        return Cells(np.array([NOBODY_S, 0], dtype) for _ in range(tokens))
+        return Cells(np.zeros(2, dtype) for _ in range(tokens))
     return Shared(np.full((math.prod(tiles) * (width // 64), tokens, 64), np.nan, dtype), tuple(shape))
 
 
@@ -357,7 +356,7 @@ def load_module(path: Path) -> ModuleType:
     )
     source = path.read_text()
     kept, _, rest = source.partition("from triton.experimental import gluon\n")
-    rest = rest[rest.index("from tokenmill") :]
+    rest = rest[re.search("^(from tokenmill|[A-Z@])", rest, re.MULTILINE).start() :]  # Gluon's own names
     module = ModuleType(f"{path.stem}_on_cpu")
     sys.modules[module.__name__] = module
     module.__dict__.update(
@@ -379,7 +378,7 @@ def load_module(path: Path) -> ModuleType:
         TensorDescriptor=Descriptor,
     )
     exec(compile(kept + rest, str(path), "exec"), module.__dict__)
-    for other in ("hopper_linear", "hopper_pages", "hopper_prefill"):
+    for other in ("hopper_linear", "hopper_pages", "hopper_prefill", "hopper_work"):
         if f"from tokenmill.kernels.{other} import" in rest:
             _use(module, path.with_name(f"{other}.py"))
     # Programs run one after the other here.

@@ -36,6 +36,7 @@ from tokenmill.kernels.hopper_pages import (
     copy_tokens,
     page_tiles,
 )
+from tokenmill.kernels.hopper_work import CELL_LAYOUT, be_told, tell
 from tokenmill.kernels.runs import RunPieces, Runs
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
@@ -162,23 +163,14 @@ def _take_run(number, claims, barriers, cuts, taken, num_runs, STAGES: gl.conste
         claim = gl.atomic_add(taken, 1, sem="relaxed") + num_heads * num_programs
     run = gl.minimum(claim // num_heads, num_runs)
     is_there = gl.load(cuts + run) < num_tiles
-    slot = number % STAGES
-    mbarrier.wait(barriers.index(5 * STAGES + slot), number // STAGES % 2 ^ 1)
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    claims.index(slot).store(gl.full([1], gl.where(is_there, claim, -1), gl.int32, lane))
-    gl.thread_barrier()
-    mbarrier.arrive(barriers.index(4 * STAGES + slot))
+    tell(number, (gl.where(is_there, claim, -1),), claims, barriers, 4 * STAGES, STAGES, 1)
     return claim % num_heads, gl.where(is_there, run, -1)
 
 
 @gluon.jit
 def _next_run(number, claims, barriers, STAGES: gl.constexpr):
     """What `_take_run` has told."""
-    slot = number % STAGES
-    mbarrier.wait(barriers.index(4 * STAGES + slot), number // STAGES % 2)
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    claim = gl.max(claims.index(slot).load(lanes), axis=0)
-    mbarrier.arrive(barriers.index(5 * STAGES + slot))
+    (claim,) = be_told(number, claims, barriers, 4 * STAGES, STAGES, 1)
     num_heads = gl.num_programs(0)
     return claim % num_heads, gl.where(claim < 0, -1, claim // num_heads)
 
@@ -345,7 +337,7 @@ def _decode_kernel(
     v_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_N, HEAD_DIM], TILE_LAYOUT)
     weight_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_Q, BLOCK_N], TILE_LAYOUT)
     # The runs that come next, as the feeding warp has told.
-    claims = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    claims = gl.allocate_shared_memory(gl.int32, [STAGES, 1], CELL_LAYOUT)
     barriers = gl.allocate_shared_memory(gl.int64, [6 * STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=2)  # keys, and the queries that meet them

@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import are_tiles, can_be_copied, clear_past, copy_tokens, page_tiles
+from tokenmill.kernels.hopper_work import CELL_LAYOUT, be_told, tell
 from tokenmill.kernels.triton_attention import LOG2_E, ROWS_PER_SEARCH, PagedRows, num_processors
 
 HEAD_DIMS = (64, 128)
@@ -202,28 +203,15 @@ def _take_tile(
             taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH, BLOCK_M
         )
     prefix = gl.load(lengths + row) - num_queries
-    slot = number % WORK_SLOTS
-    mbarrier.wait(told.index(WORK_SLOTS + slot), number // WORK_SLOTS % 2 ^ 1)
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = (kv_head, token, num_queries, gl.where(kv_head < 0, NOWHERE, first), prefix)
-    for field in gl.static_range(WORK_FIELDS):
-        work.index(slot * WORK_FIELDS + field).store(gl.full([1], fields[field], gl.int32, lane))
-    gl.thread_barrier()
-    mbarrier.arrive(told.index(slot))
+    tell(number, fields, work, told, 0, WORK_SLOTS, WORK_FIELDS)
     return kv_head, row, token, num_queries, first, prefix
 
 
 @gluon.jit
 def _next_tile(number, work, told):
     """What `_take_tile` has told: (key head, first token, queries, first pair, tokens before)."""
-    slot = number % WORK_SLOTS
-    mbarrier.wait(told.index(slot), number // WORK_SLOTS % 2)
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    fields = ()
-    for field in gl.static_range(WORK_FIELDS):
-        fields += (gl.max(work.index(slot * WORK_FIELDS + field).load(lanes), axis=0),)
-    mbarrier.arrive(told.index(WORK_SLOTS + slot))
-    return fields
+    return be_told(number, work, told, 0, WORK_SLOTS, WORK_FIELDS)
 
 
 @gluon.jit
@@ -552,9 +540,7 @@ def _prefill_kernel(
     query_tiles = gl.allocate_shared_memory(k_step.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], k_step.layout)
     barriers, turns = make_barriers(STAGES, GROUPS)
     # The tiles that come next, as the feeding warp has told; it was told, and was taken in by all groups.
-    work = gl.allocate_shared_memory(
-        gl.int32, [WORK_SLOTS * WORK_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    work = gl.allocate_shared_memory(gl.int32, [WORK_SLOTS * WORK_FIELDS, 1], CELL_LAYOUT)
     told = gl.allocate_shared_memory(gl.int64, [2 * WORK_SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(WORK_SLOTS):
         mbarrier.init(told.index(slot), count=1)
