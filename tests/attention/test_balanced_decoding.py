@@ -85,7 +85,7 @@ def test_heads_and_dtypes(
     assert len(counts) == 2
 
 
-@pytest.mark.parametrize("runs", [1, 2, 5, 40])
+@pytest.mark.parametrize("runs", [1, 2, 5, 40, 300])  # the last are more pieces than are read at once
 @pytest.mark.parametrize(
     "lengths",
     [

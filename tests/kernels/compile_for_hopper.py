@@ -37,6 +37,7 @@ from tokenmill.kernels import (
     triton_prefill,
     triton_rotary,
 )
+from tokenmill.kernels.runs import RunShape
 from tokenmill.kernels.sharing import ITEM_FIELDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -327,12 +328,15 @@ def runs(head_dim: int, group: int, *, have_short: bool = True) -> dict[str, Any
     return compiled(hopper_decode._decode_kernel, pointers, scalars, constants, **options)
 
 
-def join(head_dim: int, group: int, *, pieces: int) -> dict[str, Any]:
+def join(head_dim: int, group: int, *, num_rows: int, num_programs: int) -> dict[str, Any]:
+    shape = RunShape(64, num_programs, num_programs, for_hopper=True)
+    tiling = triton_balanced.join_tiling(shape, num_rows, head_dim)
     pointers = {"parts": "fp32", "logs": "fp32", "cuts": "i32", "joins": "i32", "taken": "i32", "out": "bf16"}
     scalars = dict.fromkeys(("num_runs", "stride_ot", "stride_oh"), "i32")
-    constants = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_G": 16, "BLOCK_DIM": head_dim}
-    constants |= {"PIECES": pieces, "OVERLAP": True}
-    return compiled(triton_balanced._join_kernel, pointers, scalars, constants, num_warps=1)
+    constants = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_G": 16, "BLOCK_DIM": tiling.numbers}
+    constants |= {"PIECES": tiling.pieces, "OVERLAP": True}
+    facts = compiled(triton_balanced._join_kernel, pointers, scalars, constants, num_warps=tiling.warps)
+    return facts | {"pieces": tiling.pieces, "numbers": tiling.numbers, "warps": tiling.warps}
 
 
 def lookup(size: int, other_size: int) -> dict[str, Any]:
@@ -526,7 +530,6 @@ if __name__ == "__main__":
     json.dump(
         {
             "decode 64": decode(64, 7, single=True),
-            "decode 64 folded": decode(64, 7, fold=2),
             "decode 128 split": decode(128, 4),
             "decode 64 own": decode(64, 7, fold=2, shared=True),
             "decode 128 own": decode(128, 2, shared=True),
@@ -548,9 +551,10 @@ if __name__ == "__main__":
             "runs 64, equal": runs(64, 7, have_short=False),
             "runs 128": runs(128, 4),
             "runs 128, many queries": runs(128, 12),
-            "join 64": join(64, 7, pieces=8),
-            "join 64, few rows": join(64, 7, pieces=32),
-            "join 128, few rows": join(128, 4, pieces=16),
+            "join 64": join(64, 7, num_rows=64, num_programs=198),
+            "join 64, few rows": join(64, 7, num_rows=4, num_programs=198),
+            "join 64, one row": join(64, 7, num_rows=1, num_programs=198),
+            "join 128, one row": join(128, 8, num_rows=1, num_programs=132),
             "norm 4096": norm(4096),
             "lookup 896": lookup(896, 64),
             "lookup 5120": lookup(5120, 128),

@@ -330,6 +330,7 @@ def load_module(path: Path) -> ModuleType:
         exp2=lambda x: tensor(np.exp2(x)),
         log2=lambda x: tensor(np.log2(x)),
         exp=lambda x: tensor(np.exp(x)),
+        reshape=lambda x, shape: tensor(np.reshape(x, shape)),
         rsqrt=lambda x: tensor(1 / np.sqrt(x)),
         load=_load,
         store=_store,

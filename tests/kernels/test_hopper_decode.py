@@ -148,7 +148,14 @@ def test_a_row_s_newest_key_waits_for_the_kernel_that_stores_it(
 
 @pytest.mark.parametrize(
     ("num_rows", "kv_heads", "longest", "in_runs"),
-    [(1, 8, 512, False), (1, 8, 513, True), (2, 8, 100, True), (1, 2, 4000, False), (2, 2, 100, True)],
+    [
+        (1, 8, 512, False),
+        (1, 8, 513, True),
+        (2, 8, 100, True),
+        (1, 1, 4000, True),
+        (1, 2, 512, False),
+        (2, 2, 100, True),
+    ],
 )
 def test_which_rows_go_by_runs(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, kv_heads: int, longest: int, in_runs: bool

@@ -66,3 +66,22 @@ def test_runs_of_any_rows(triton_device: str, lengths: list[int], programs: int,
     assert len(joins) <= min(len(lengths), shape.num_runs)
     assert sorted(join for join in joins if join[1] != join[2]) == expected
     assert runs.taken_1.tolist() == [0]
+
+
+@pytest.mark.parametrize("programs", [8, 33, 49, 66, 99, 132, 198, 264, 396])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_rows_between_powers_of_two_want_no_kernels_of_their_own(programs: int, head_dim: int) -> None:
+    """At the start those for powers of two are compiled: others would stop a run for a second."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    from tokenmill.kernels import triton_balanced
+    from tokenmill.kernels.runs import RunShape
+
+    shape = RunShape(64, programs, programs, for_hopper=True)
+
+    def tiling(num_rows: int) -> triton_balanced.JoinTiling:
+        return triton_balanced.join_tiling(shape, num_rows, head_dim)
+
+    compiled = {tiling(2**power) for power in range(10)}
+    assert {tiling(num_rows) for num_rows in range(1, 513)} <= compiled
+    for num_rows in range(1, 513):
+        assert tiling(num_rows).pieces >= min(programs // num_rows + 1, triton_balanced.MOST_PIECES)

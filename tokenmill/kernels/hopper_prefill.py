@@ -295,12 +295,24 @@ def _feed(
 
 
 @gluon.jit
-def _softmax_step(scores, total, peak, scale_log2):
-    """(weights of these scores, factor of all weights so far, their new total, new peak)."""
+def _thread_sums(x):
+    """[rows, 4] of [rows, columns]: what each of the four threads that hold a row can add up by itself.
+
+    Products leave two neighbours of every eight columns to a thread.
+    """
+    pairs: gl.constexpr = x.shape[1] // 8
+    return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], pairs, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _softmax_step(scores, totals, peak, scale_log2):
+    """(weights of these scores, factor of all weights so far, their new totals by threads, new peak)."""
     new_peak = gl.maximum(peak, gl.max(scores, axis=1) * scale_log2)
     weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
     fade = gl.exp2(peak - new_peak)
-    return weights, fade, total * fade + gl.sum(weights, axis=1), new_peak
+    sums = _thread_sums(weights)
+    totals = totals * gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return weights, fade, totals, new_peak
 
 
 @gluon.jit
@@ -314,22 +326,35 @@ def _start_scores(step, query, k_tiles, barriers, BLOCK_N: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def _start_values(step, acc, narrow, v_tiles, barriers, STAGES: gl.constexpr):
-    """Begin to add the values of tile number `step`, weighted, to `acc`."""
+def _start_values(step, acc, handed, v_tiles, barriers, STAGES: gl.constexpr):
+    """Begin to add the values of tile number `step`, times their weights as handed on, to `acc`."""
+    layout: gl.constexpr = acc.type.layout
     slot = step % STAGES
     mbarrier.wait(barriers.index(STAGES + slot), step // STAGES % 2)
-    weights = narrow.to(v_tiles.dtype, bitcast=True)
-    return warpgroup_mma(weights, v_tiles.index(slot), acc, is_async=True)
+    if handed.dtype == gl.int16:
+        factor = handed.to(v_tiles.dtype, bitcast=True)
+    else:
+        factor = _as_factor(handed, layout, v_tiles.dtype)
+    return warpgroup_mma(factor, v_tiles.index(slot), acc, is_async=True)
 
 
 @gluon.jit
-def _narrow(weights, layout: gl.constexpr, dtype: gl.constexpr):
-    """The weights as a factor of `_start_values`, of two bytes each.
+def _as_factor(weights, layout: gl.constexpr, dtype: gl.constexpr):
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
 
-    As integers, because what a loop hands on in bfloat16 is taken apart and put together again each time.
+
+@gluon.jit
+def _hand_on(weights, layout: gl.constexpr, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The weights as a loop hands them on: where there are registers enough as they are, to be rounded while
+    the next scores are multiplied.
+
+    Else as integers of two bytes: what a loop hands on in bfloat16 is taken apart and put together again each
+    time.
     """
-    narrow = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
-    return narrow.to(gl.int16, bitcast=True)
+    if HEAD_DIM == 64:
+        return weights
+    else:
+        return _as_factor(weights, layout, dtype).to(gl.int16, bitcast=True)
 
 
 @gluon.jit
@@ -342,13 +367,13 @@ def _masked(scores, queries, start, limit, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _next_scores(
-    step, turn, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N: gl.constexpr,
+    step, turn, acc, handed, query, k_tiles, v_tiles, barriers, turns, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """(scores of tile `step`, `acc` while the values of the tile before are being added)."""
     mbarrier.wait(turns.index(MINE), turn % 2 ^ (1 if MINE == 0 else 0))
     scores = _start_scores(step, query, k_tiles, barriers, BLOCK_N, STAGES)
-    acc = _start_values(step - 1, acc, narrow, v_tiles, barriers, STAGES)
+    acc = _start_values(step - 1, acc, handed, v_tiles, barriers, STAGES)
     mbarrier.arrive(turns.index((MINE + 1) % GROUPS))
     scores = warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(barriers.index(2 * STAGES + step % STAGES))
@@ -396,9 +421,10 @@ def attend_tiles(
     """
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row_layout: gl.constexpr = queries.type.layout
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros([GROUP_QUERIES, HEAD_DIM], gl.float32, out_layout)
     peak = gl.full([GROUP_QUERIES], NEVER, gl.float32, row_layout)
-    total = gl.full([GROUP_QUERIES], 0.0, gl.float32, row_layout)
+    totals = _thread_sums(gl.zeros([GROUP_QUERIES, BLOCK_N], gl.float32, score_layout))
 
     start = (own - 1) * BLOCK_N
     scores = _start_scores(step, query, k_tiles, barriers, BLOCK_N, STAGES)
@@ -406,13 +432,13 @@ def attend_tiles(
     mbarrier.arrive(barriers.index(2 * STAGES + step % STAGES))
     clear_past(step, v_tiles, barriers, num_queries - start, HEAD_DIM, BLOCK_N, STAGES)
     scores = _masked(scores, queries, start, num_queries, BLOCK_N)
-    weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
-    narrow = _narrow(weights, out_layout, query.dtype)
+    weights, fade, totals, peak = _softmax_step(scores, totals, peak, scale_log2)
+    handed = _hand_on(weights, out_layout, query.dtype, HEAD_DIM)
     masked = own - whole + partial
     count = masked + whole + prefix // BLOCK_N
     for index in range(1, masked):
         scores, acc = _next_scores(
-            step + index, turn + index - 1, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
+            step + index, turn + index - 1, acc, handed, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
             STAGES, GROUPS, MINE,
         )  # fmt: skip
         of_prefix = index == own - whole
@@ -420,20 +446,21 @@ def attend_tiles(
         limit = gl.where(of_prefix, prefix, num_queries)
         clear_past(step + index, v_tiles, barriers, limit - start, HEAD_DIM, BLOCK_N, STAGES)
         scores = _masked(scores, gl.where(of_prefix, limit, queries), start, limit, BLOCK_N)
-        weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
+        weights, fade, totals, peak = _softmax_step(scores, totals, peak, scale_log2)
         acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)
-        narrow = _narrow(weights, out_layout, query.dtype)
+        handed = _hand_on(weights, out_layout, query.dtype, HEAD_DIM)
     for index in range(masked, count):
         scores, acc = _next_scores(
-            step + index, turn + index - 1, acc, narrow, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
+            step + index, turn + index - 1, acc, handed, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
             STAGES, GROUPS, MINE,
         )  # fmt: skip
-        weights, fade, total, peak = _softmax_step(scores, total, peak, scale_log2)
+        weights, fade, totals, peak = _softmax_step(scores, totals, peak, scale_log2)
         acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)
-        narrow = _narrow(weights, out_layout, query.dtype)
-    acc = _start_values(step + count - 1, acc, narrow, v_tiles, barriers, STAGES)
+        handed = _hand_on(weights, out_layout, query.dtype, HEAD_DIM)
+    acc = _start_values(step + count - 1, acc, handed, v_tiles, barriers, STAGES)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(barriers.index(3 * STAGES + (step + count - 1) % STAGES))
+    total = gl.convert_layout(gl.sum(totals, axis=1), row_layout)
     return acc, total, peak, count
 
 
@@ -494,7 +521,7 @@ def _compute(
         asked = _load_queries(
             q, pairs, columns, kv_head, token, num_queries, first, stride_qt, stride_qh, GROUP
         )
-        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
+        acc = acc * gl.convert_layout(1 / total, gl.SliceLayout(1, acc.type.layout))[:, None]
         # The queries are done with: their place turns the result round for wide stores.
         query.store(acc.to(out.dtype.element_ty))
         gl.thread_barrier()

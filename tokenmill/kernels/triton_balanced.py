@@ -17,6 +17,7 @@ layout. The kernels for few rows, windows and shared prefixes are in `triton_dec
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -40,7 +41,7 @@ PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3
 REGISTERS = 128
 # Pairs of row and key head; with fewer, starting to stream takes most of the time, unless starts are hidden.
-FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 4
+FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 1
 SHORT_ROW = 512  # keys; a program that begins early takes room from the products of a row that is alone
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 # Of all tiles, what the long runs have; the rest are short ones, at most so many for each program. There are
@@ -49,10 +50,11 @@ LONG_SHARE = 0.85
 SHORT_RUNS = 2
 FEWEST_TILES = 6
 # Nor where there are fewer rows than this for each program: the last of them would be cut into very many
-# pieces, and one warp puts those of a row together.
+# pieces.
 FEWEST_ROWS = 0.6
-PIECES_AT_ONCE = 8
-MANY_NUMBERS = 2048  # of a head, that are read at once where rows are few, and so their pieces many
+FEWEST_PIECES, MOST_PIECES = 8, 256  # of a row, that are read at once
+JOINED_NUMBERS = 32  # of a head, by a program, where a row has more pieces than the fewest
+NUMBERS_PER_WARP = 2048  # of pieces: more would not fit its registers
 LISTED_AT_ONCE = 256
 ROWS_AT_ONCE = 1024
 GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
@@ -159,9 +161,11 @@ def decode(
         hopper_decode.attend(q_RHD, rows, runs, scale=scale, are_new=are_new, pieces=pieces, out_RHD=out_RHD)
     else:
         _attend(q_RHD, rows, runs, scale=scale, pieces=pieces, out_RHD=out_RHD)
+    num_rows, _, head_dim = q_RHD.shape
+    tiling = join_tiling(runs.shape, num_rows, head_dim)
     launch(
         _join_kernel,
-        (num_heads, runs.joins_3J.shape[1]),
+        (num_heads, runs.joins_3J.shape[1], block_of(head_dim) // tiling.numbers),
         pieces.parts_KP2GD,
         pieces.logs_KP2G,
         runs.cuts_P,
@@ -171,18 +175,33 @@ def decode(
         num_runs,
         out_RHD.stride(0),
         out_RHD.stride(1),
-        **_constants(q_RHD, num_kv_heads),
-        PIECES=_pieces_at_once(q_RHD, runs.shape),
-        num_warps=1,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_G=shape[3],
+        BLOCK_DIM=tiling.numbers,
+        PIECES=tiling.pieces,
+        num_warps=tiling.warps,
         **overlap_options(q_RHD.device),
     )
 
 
-def _pieces_at_once(q_RHD: torch.Tensor, shape: RunShape) -> int:
-    """How many pieces of a row are put together at a time."""
-    num_rows, _, head_dim = q_RHD.shape
-    have_many = shape.num_programs >= PIECES_AT_ONCE * num_rows
-    return max(PIECES_AT_ONCE, MANY_NUMBERS // block_of(head_dim)) if have_many else PIECES_AT_ONCE
+@dataclass(frozen=True, slots=True)
+class JoinTiling:
+    """How pieces of a row are put together: so many at a time, and so many numbers of a head by a program."""
+
+    pieces: int
+    numbers: int
+    warps: int
+
+
+def join_tiling(shape: RunShape, num_rows: int, head_dim: int) -> JoinTiling:
+    """All pieces of a row at once, if rows are alike: to read others after them takes a microsecond."""
+    block_dim = block_of(head_dim)
+    pieces = min(MOST_PIECES, max(FEWEST_PIECES, next_power_of_2(shape.num_programs // num_rows + 2)))
+    if pieces == FEWEST_PIECES:
+        return JoinTiling(pieces, block_dim, warps=1)
+    numbers = min(JOINED_NUMBERS, block_dim)
+    return JoinTiling(pieces, numbers, warps=max(1, pieces * numbers // NUMBERS_PER_WARP))
 
 
 def _attend(
@@ -423,7 +442,10 @@ def _join_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One head of a row that lies in several runs, if it is one. The next launch may take all runs again."""
+    """Some numbers of a head of a row that lies in several runs, if it is one.
+
+    The next launch may take all runs again.
+    """
     let_next_begin(OVERLAP)
     head = tl.program_id(0)
     join = joins + tl.program_id(1)
@@ -432,11 +454,11 @@ def _join_kernel(
     opening = tl.load(join + num_joins)
     closing = tl.load(join + 2 * num_joins)
     wait_for_inputs(OVERLAP)
-    if (head == 0) & (tl.program_id(1) == 0):
+    if (head == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(taken, 0)
     if opening == closing:
         return
-    columns = tl.arange(0, BLOCK_DIM)
+    columns = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     acc = tl.zeros((BLOCK_DIM,), tl.float32)
     total = 0.0
     peak = float("-inf")

@@ -43,7 +43,8 @@ MAX_SPLITS = 64
 SPLIT_KEYS_FEW_ROWS = 64  # shortest split worth its combination
 SPLIT_KEYS_MANY_ROWS = 512
 SPLITS_MANY_ROWS = 4
-# A program takes several small key heads as if they were one of this size: see `_folded_heads`.
+# Of what rows have beside shared prefixes, which is short, a program takes several small key heads as if they
+# were one of this size: see `_folded_heads`.
 FOLDED_DIM = 128
 FOLDED_QUERIES = 16  # the fewest that a tensor core multiplies at a time
 
@@ -89,7 +90,7 @@ def decode(
         longest, shared = min(longest, window), None
     elif shared is not None:
         longest = min(longest, shared.longest_own)
-    fold = _folded_heads(num_heads // num_kv_heads, rows.key_cache_NBKD)
+    fold = 1 if shared is None else _folded_heads(num_heads // num_kv_heads, rows.key_cache_NBKD)
     splits = split_limits(num_rows * num_kv_heads // fold, longest)
     room = 0 if shared is None else shared.max_pieces
     # A single split has no use for these; made all the same, as empty ones, they keep one signature.
