@@ -41,7 +41,7 @@ PAGE_SIZE = 16
 HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128)]
 DECODE_HEADS = [*HEADS, (16, 8, 64), (16, 2, 128)]
 BATCHES = [1, 16, 64, 256, 512]
-CONTEXTS = [1024, 4096, 16384, 65536]
+CONTEXTS = [1024, 4096, 16384, 65536, 131072]
 MOST_CACHE_BYTES = 20e9  # longer contexts of so many rows are left out
 REPLAYS = 9
 
@@ -181,8 +181,8 @@ def prefill_seconds(queries: int, context: int, heads: tuple[int, int, int], row
 
 # Tokens with queries, tokens in all, prompts.
 PREFILLS = [
-    *((32768, 32768, 1), (8192, 8192, 1), (2048, 8192, 1), (2048, 2048, 4), (64, 2112, 128)),
-    *((1024, 1024, 8), (512, 512, 16), (256, 256, 32)),
+    *((32768, 32768, 1), (16384, 16384, 1), (8192, 8192, 1), (2048, 8192, 1), (2048, 2048, 4)),
+    *((64, 2112, 128), (1024, 1024, 8), (512, 512, 16), (256, 256, 32)),
 ]
 
 
