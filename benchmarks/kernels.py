@@ -359,17 +359,16 @@ PREFILL_TILINGS: dict[int, list[PrefillTiling | HopperTiling]] = {
         PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128),
         PrefillTiling(128, 64, 4, 3, 32, 3, overlap=False, max_registers=168),
         PrefillTiling(128, 128, 4, 2, 32, 2, overlap=False),
-        HopperTiling(2, 128, 4),
-        HopperTiling(3, 128, 4),
-        HopperTiling(3, 64, 4),
+        HopperTiling(128, 4),
+        HopperTiling(128, 3),
+        HopperTiling(64, 6),
     ],
     128: [
         PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False),
         PrefillTiling(128, 64, 4, 2, 32, 2, overlap=False),
         PrefillTiling(128, 64, 8, 2, 32, 2, overlap=False, max_registers=128),
-        HopperTiling(2, 128, 2),
-        HopperTiling(2, 64, 4),
-        HopperTiling(3, 64, 3),
+        HopperTiling(128, 2),
+        HopperTiling(64, 4),
     ],
 }
 

@@ -260,7 +260,6 @@ def hopper(head_dim: int, group: int) -> dict[str, Any]:
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": 16,
         "ROWS_PER_SEARCH": hopper_prefill.ROWS_PER_SEARCH,
-        "GROUPS": tiling.groups,
         "BLOCK_N": tiling.keys,
         "STAGES": tiling.stages,
     }

@@ -36,7 +36,9 @@ LONG_PREFIX = 4  # times the prompt's own tokens
 WORK_SLOTS = gl.constexpr(2)  # tiles that are told of and not yet begun
 WORK_FIELDS = gl.constexpr(5)  # of such a tile: see `_take_tile`
 NOWHERE = gl.constexpr(2**30)  # the first pair where there is no tile: no prompt has so many
-GROUP_QUERIES = gl.constexpr(64)  # pairs of query and head of a group of four warps: what its products take
+GROUPS = gl.constexpr(2)  # of four warps, that share tiles of keys and values
+GROUP_QUERIES = gl.constexpr(64)  # pairs of query and head of a group: what its products take
+BLOCK_M = gl.constexpr(GROUPS.value * GROUP_QUERIES.value)  # of a tile, the work of a program
 NEVER = gl.constexpr(-1e30)  # the peak of a query before its first key: finite, to be subtracted from itself
 # Tiles lie in shared memory in columns of 128 bytes, as products read them.
 STEP_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -44,22 +46,15 @@ STEP_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """The work of a program.
+    """Tiles of so many keys, of which `stages` are in shared memory at once."""
 
-    `groups` of four warps take 64 pairs of query and head each, and share tiles of `keys` keys, of which
-    `stages` are in shared memory at once. The groups start their products in turn, so that one multiplies
-    while another computes its softmax.
-    """
-
-    groups: int
     keys: int
     stages: int
 
 
 def hopper_tiling(head_dim: int) -> HopperTiling:
-    """Measured on an H200. With a third group and heads of 64, a prompt of 32,768 tokens takes 5 % less time,
-    and 4 of 2,048 take 15 % more."""
-    return HopperTiling(groups=2, keys=128, stages=2 if head_dim == 128 else 4)
+    """Measured on an H200."""
+    return HopperTiling(keys=128, stages=2 if head_dim == 128 else 4)
 
 
 def pays(longest_query: int, longest_row: int) -> bool:
@@ -94,7 +89,7 @@ def prefill(
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
     tiling = hopper_tiling(head_dim)
-    num_tiles = num_kv_heads * (num_tokens * group // (tiling.groups * 64) + num_rows)
+    num_tiles = num_kv_heads * (num_tokens * group // BLOCK_M.value + num_rows)
     launch(
         _prefill_kernel,
         (min(num_tiles, num_processors(q_THD.device)),),
@@ -120,7 +115,6 @@ def prefill(
         HEAD_DIM=head_dim,
         PAGE_SIZE=rows.key_cache_NBKD.shape[1],
         ROWS_PER_SEARCH=ROWS_PER_SEARCH,
-        GROUPS=tiling.groups,
         BLOCK_N=tiling.keys,
         STAGES=tiling.stages,
         num_warps=4,
@@ -139,7 +133,7 @@ def _step_tiles(x_TKD: torch.Tensor, keys: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def _find_row(tile, query_starts, num_rows, GROUP: gl.constexpr, SEARCH: gl.constexpr, BLOCK_M: gl.constexpr):
+def _find_row(tile, query_starts, num_rows, GROUP: gl.constexpr, SEARCH: gl.constexpr):
     """(row that owns `tile`, its first token, its queries, the tile's first pair of query and head).
 
     Row r begins at tile pairs_before_r // BLOCK_M + r: no two rows share a tile, and some tiles stay empty.
@@ -159,9 +153,7 @@ def _find_row(tile, query_starts, num_rows, GROUP: gl.constexpr, SEARCH: gl.cons
 
 
 @gluon.jit
-def _count_tiles(
-    first, num_queries, prefix, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
+def _count_tiles(first, num_queries, prefix, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """How a program goes over the keys: (own tiles, whole ones of them, partial tiles of the prefix).
 
     First the own keys past some query, from the last, at least one tile; then what fills no tile of the
@@ -176,7 +168,7 @@ def _count_tiles(
 @gluon.jit
 def _draw_tile(
     taken, query_starts, num_rows, num_tiles, num_kv_heads,
-    GROUP: gl.constexpr, SEARCH: gl.constexpr, BLOCK_M: gl.constexpr,
+    GROUP: gl.constexpr, SEARCH: gl.constexpr,
 ):  # fmt: skip
     """(key head, row, its first token, its queries, first pair) of a tile that no program has taken.
 
@@ -184,23 +176,23 @@ def _draw_tile(
     """
     place = gl.atomic_add(taken, 1, sem="relaxed")
     tile = num_tiles // num_kv_heads - 1 - place // num_kv_heads
-    row, token, num_queries, first = _find_row(tile, query_starts, num_rows, GROUP, SEARCH, BLOCK_M)
+    row, token, num_queries, first = _find_row(tile, query_starts, num_rows, GROUP, SEARCH)
     return gl.where(place < num_tiles, place % num_kv_heads, -1), row, token, num_queries, first
 
 
 @gluon.jit
 def _take_tile(
     number, work, told, taken, query_starts, lengths, num_rows, num_tiles, num_kv_heads,
-    GROUP: gl.constexpr, SEARCH: gl.constexpr, BLOCK_M: gl.constexpr,
+    GROUP: gl.constexpr, SEARCH: gl.constexpr,
 ):  # fmt: skip
     """Tell the groups what the program's tile number `number` is: (key head, row, first token, queries, first
     pair of query and head, tokens of the row before its queries); key head -1 if no tile is left."""
     kv_head, row, token, num_queries, first = _draw_tile(
-        taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH, BLOCK_M
+        taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH
     )
     while (kv_head >= 0) & ((first < 0) | (first >= num_queries * GROUP)):  # an empty one
         kv_head, row, token, num_queries, first = _draw_tile(
-            taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH, BLOCK_M
+            taken, query_starts, num_rows, num_tiles, num_kv_heads, GROUP, SEARCH
         )
     prefix = gl.load(lengths + row) - num_queries
     fields = (kv_head, token, num_queries, gl.where(kv_head < 0, NOWHERE, first), prefix)
@@ -246,18 +238,17 @@ def _feed(
     k_step, v_step, k_cache, v_cache, k_tiles, v_tiles, work, barriers, told, page_table, query_starts,
     lengths, taken, num_rows, num_tiles, num_kv_heads, stride_h, stride_table,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS_PER_SEARCH: gl.constexpr,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the tiles that the others compute with, as soon as there is room."""
-    BLOCK_M: gl.constexpr = GROUPS * GROUP_QUERIES
     step = 0
     number = 0
     kv_head, row, token, num_queries, first, prefix = _take_tile(
         number, work, told, taken, query_starts, lengths, num_rows, num_tiles, num_kv_heads, GROUP,
-        ROWS_PER_SEARCH, BLOCK_M,
+        ROWS_PER_SEARCH,
     )  # fmt: skip
     while kv_head >= 0:
-        own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
+        own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_N)
         table = page_table + row.to(gl.int64) * stride_table
         column = kv_head * stride_h
         for index in range(own - whole):
@@ -289,7 +280,7 @@ def _feed(
         number += 1
         kv_head, row, token, num_queries, first, prefix = _take_tile(
             number, work, told, taken, query_starts, lengths, num_rows, num_tiles, num_kv_heads, GROUP,
-            ROWS_PER_SEARCH, BLOCK_M,
+            ROWS_PER_SEARCH,
         )  # fmt: skip
     _leave(taken)
 
@@ -368,7 +359,7 @@ def _masked(scores, queries, start, limit, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _next_scores(
     step, turn, acc, handed, query, k_tiles, v_tiles, barriers, turns, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, MINE: gl.constexpr,
+    STAGES: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """(scores of tile `step`, `acc` while the values of the tile before are being added)."""
     mbarrier.wait(turns.index(MINE), turn % 2 ^ (1 if MINE == 0 else 0))
@@ -394,8 +385,8 @@ def _finish_values(step, acc, fade, barriers, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """(those of the tiles, those by which the groups take turns) of a program whose groups share tiles.
+def make_barriers(STAGES: gl.constexpr):
+    """(those of the tiles, those by which the groups take turns) of a program.
 
     Keys are there, values are there, keys are done with, values are done with; one of each for each stage.
     """
@@ -412,7 +403,7 @@ def make_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
 @gluon.jit
 def attend_tiles(
     step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole, partial,
-    scale_log2, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    scale_log2, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     MINE: gl.constexpr,
 ):  # fmt: skip
     """(weighted sum of the values, sum of the weights, peak of the scores, number of tiles) over all keys.
@@ -439,7 +430,7 @@ def attend_tiles(
     for index in range(1, masked):
         scores, acc = _next_scores(
             step + index, turn + index - 1, acc, handed, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
-            STAGES, GROUPS, MINE,
+            STAGES, MINE,
         )  # fmt: skip
         of_prefix = index == own - whole
         start = gl.where(of_prefix, prefix // BLOCK_N, own - 1 - index) * BLOCK_N
@@ -452,7 +443,7 @@ def attend_tiles(
     for index in range(masked, count):
         scores, acc = _next_scores(
             step + index, turn + index - 1, acc, handed, query, k_tiles, v_tiles, barriers, turns, BLOCK_N,
-            STAGES, GROUPS, MINE,
+            STAGES, MINE,
         )  # fmt: skip
         weights, fade, totals, peak = _softmax_step(scores, totals, peak, scale_log2)
         acc = _finish_values(step + index - 1, acc, fade, barriers, STAGES)
@@ -484,12 +475,11 @@ def _load_queries(
 def _compute(
     q, query_tiles, k_tiles, v_tiles, work, barriers, told, turns, out, scale_log2, stride_qt, stride_qh,
     stride_ot, stride_oh,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the attention of 64 pairs of query and head of each of the program's tiles."""
     query = query_tiles.index(MINE)
-    BLOCK_M: gl.constexpr = GROUPS * GROUP_QUERIES
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     pairs = MINE * GROUP_QUERIES + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, wide))
@@ -504,11 +494,11 @@ def _compute(
         query.store(asked)
         fence_async_shared()
         gl.thread_barrier()
-        own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_M, BLOCK_N)
+        own, whole, partial = _count_tiles(first, num_queries, prefix, GROUP, BLOCK_N)
         queries = gl.minimum((first + score_pairs) // GROUP, num_queries - 1)
         acc, total, _, count = attend_tiles(
             step, turn, queries, query, k_tiles, v_tiles, barriers, turns, num_queries, prefix, own, whole,
-            partial, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE,
+            partial, scale_log2, HEAD_DIM, BLOCK_N, STAGES, MINE,
         )  # fmt: skip
         step += count
         turn += count - 1
@@ -558,14 +548,13 @@ def _prefill_kernel(
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     ROWS_PER_SEARCH: gl.constexpr,
-    GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     k_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
     v_tiles = gl.allocate_shared_memory(k_step.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_step.layout)
     query_tiles = gl.allocate_shared_memory(k_step.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], k_step.layout)
-    barriers, turns = make_barriers(STAGES, GROUPS)
+    barriers, turns = make_barriers(STAGES)
     # The tiles that come next, as the feeding warp has told; it was told, and was taken in by all groups.
     work = gl.allocate_shared_memory(gl.int32, [WORK_SLOTS * WORK_FIELDS, 1], CELL_LAYOUT)
     told = gl.allocate_shared_memory(gl.int64, [2 * WORK_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -581,25 +570,12 @@ def _prefill_kernel(
         q, query_tiles, k_tiles, v_tiles, work, barriers, told, turns, out, scale_log2, stride_qt, stride_qh,
         stride_ot, stride_oh,
     )  # fmt: skip
-    feeding: gl.constexpr = (GROUP, HEAD_DIM, PAGE_SIZE, ROWS_PER_SEARCH, GROUPS, BLOCK_N, STAGES)
-    first: gl.constexpr = (GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES, 0)
-    second: gl.constexpr = (GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES, 1)
-    third: gl.constexpr = (GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES, 2)
-    # Registers of a thread: of 504 for three times four warps, of 512 for four times.
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [(_compute, compute + first), (_compute, compute + second), (_feed, feed + feeding)],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute, compute + first),
-                (_compute, compute + second),
-                (_compute, compute + third),
-                (_feed, feed + feeding),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+    feeding: gl.constexpr = (GROUP, HEAD_DIM, PAGE_SIZE, ROWS_PER_SEARCH, BLOCK_N, STAGES)
+    first: gl.constexpr = (GROUP, HEAD_DIM, BLOCK_N, STAGES, 0)
+    second: gl.constexpr = (GROUP, HEAD_DIM, BLOCK_N, STAGES, 1)
+    # Registers of a thread: of 504 for three times four warps.
+    gl.warp_specialize(
+        [(_compute, compute + first), (_compute, compute + second), (_feed, feed + feeding)],
+        [4, 1],
+        [240, 24],
+    )

@@ -21,13 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import are_tiles, copy_tokens, page_tiles
-from tokenmill.kernels.hopper_prefill import GROUP_QUERIES, STEP_LAYOUT, attend_tiles, make_barriers
+from tokenmill.kernels.hopper_prefill import GROUP_QUERIES, GROUPS, STEP_LAYOUT, attend_tiles, make_barriers
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 HEAD_DIMS = (64, 128)
-GROUPS = gl.constexpr(2)  # of four warps, with queries of their own
 QUERIES = 128  # pairs of row and head of an item: those of both groups
 ANYWHERE = gl.constexpr(2**30)  # the position of a query that sees all keys of its item
 
@@ -183,7 +182,7 @@ def _compute(
         _, tiles, last = _count_tiles(item, BLOCK_N)
         acc, total, peak, count = attend_tiles(
             step, turn, everywhere, query, k_tiles, v_tiles, barriers, turns, last, (tiles - 1) * BLOCK_N, 1,
-            0, 0, scale_log2, HEAD_DIM, BLOCK_N, STAGES, GROUPS, MINE,
+            0, 0, scale_log2, HEAD_DIM, BLOCK_N, STAGES, MINE,
         )  # fmt: skip
         step += count
         turn += count - 1
@@ -231,7 +230,7 @@ def _shared_kernel(
     k_tiles = gl.allocate_shared_memory(k_cache.dtype, [STAGES, BLOCK_N, HEAD_DIM], STEP_LAYOUT)
     v_tiles = gl.allocate_shared_memory(k_cache.dtype, [STAGES, BLOCK_N, HEAD_DIM], STEP_LAYOUT)
     query_tiles = gl.allocate_shared_memory(k_cache.dtype, [GROUPS, GROUP_QUERIES, HEAD_DIM], STEP_LAYOUT)
-    barriers, turns = make_barriers(STAGES, GROUPS)
+    barriers, turns = make_barriers(STAGES)
 
     feed = (k_cache, v_cache, k_tiles, v_tiles, barriers, page_table, num_items, items, stride_table)
     compute = (
