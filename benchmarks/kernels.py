@@ -237,13 +237,11 @@ def report_small_kernels() -> None:
 
 
 def tune_decode() -> None:
-    """Tilings, folding and splits of decode attention, the best first for each case."""
+    """Tilings and splits of decode attention, the best first for each case."""
     cases = [(1, 4096), (16, 1024), (256, 1024), (256, 300)]
     for heads, (batch, context) in itertools.product(HEADS, cases):
         found = []
-        folds = (64, 128) if heads[2] == 64 else (128,)
-        for fold, tile_bytes, stages in itertools.product(folds, (8192, 16384), (3, 5)):
-            triton_decode.FOLDED_DIM = fold
+        for tile_bytes, stages in itertools.product((8192, 16384), (3, 5)):
             triton_decode.decode_tiling = lambda block_dim, size, *, tile=(tile_bytes, stages): Tiling(
                 min(128, max(16, tile[0] // (block_dim * size))), 4, tile[1]
             )
@@ -251,9 +249,7 @@ def tune_decode() -> None:
                 triton_decode.DECODE_PROGRAMS = programs
                 triton_decode.SPLIT_KEYS_FEW_ROWS = few
                 triton_decode.SPLIT_KEYS_MANY_ROWS = many
-                setting = (
-                    f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}, heads as {fold}"
-                )
+                setting = f"{tile_bytes >> 10}K s{stages} programs {programs} splits {few}/{many}"
                 found.append((decode_seconds(batch, context, heads, in_splits=True), setting))
         floor = batch * context * heads[1] * heads[2] * 4 / bytes_per_second() * 1e6
         title = f"{heads[0]}:{heads[1]} d{heads[2]}, batch {batch}, context {context}"

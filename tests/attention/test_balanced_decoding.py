@@ -85,6 +85,7 @@ def test_heads_and_dtypes(
     assert len(counts) == 2
 
 
+@pytest.mark.parametrize("head_dim", [64, 80])  # 32 numbers at a time where pieces are many
 @pytest.mark.parametrize("runs", [1, 2, 5, 40, 300])  # the last are more pieces than are read at once
 @pytest.mark.parametrize(
     "lengths",
@@ -101,11 +102,13 @@ def test_runs_that_cut_rows(
     balanced: Callable[[int], list[int]],
     lengths: list[int],
     runs: int,
+    head_dim: int,
 ) -> None:
     counts = balanced(runs)
-    spec = AttentionSpec(2, 1, 64, scale=0.125)
+    spec = AttentionSpec(2, 1, head_dim, scale=0.125)
     assert error(ragged, triton_device, spec, [(1, length) for length in lengths]) < LIMITS[torch.float32]
-    assert counts == [sum(-(-length // 32) for length in lengths)] * 2
+    tile = 32 if head_dim == 64 else 16
+    assert counts == [sum(-(-length // tile) for length in lengths)] * 2
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")

@@ -334,8 +334,7 @@ def join(head_dim: int, group: int, *, num_rows: int, num_programs: int) -> dict
     scalars = dict.fromkeys(("num_runs", "stride_ot", "stride_oh"), "i32")
     constants = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_G": 16, "BLOCK_DIM": tiling.numbers}
     constants |= {"PIECES": tiling.pieces, "OVERLAP": True}
-    facts = compiled(triton_balanced._join_kernel, pointers, scalars, constants, num_warps=tiling.warps)
-    return facts | {"pieces": tiling.pieces, "numbers": tiling.numbers, "warps": tiling.warps}
+    return compiled(triton_balanced._join_kernel, pointers, scalars, constants, num_warps=tiling.warps)
 
 
 def lookup(size: int, other_size: int) -> dict[str, Any]:

@@ -84,4 +84,5 @@ def test_rows_between_powers_of_two_want_no_kernels_of_their_own(programs: int, 
     compiled = {tiling(2**power) for power in range(10)}
     assert {tiling(num_rows) for num_rows in range(1, 513)} <= compiled
     for num_rows in range(1, 513):
-        assert tiling(num_rows).pieces >= min(programs // num_rows + 1, triton_balanced.MOST_PIECES)
+        # A row may begin and end within runs.
+        assert tiling(num_rows).pieces >= min(programs // num_rows + 2, triton_balanced.MOST_PIECES)

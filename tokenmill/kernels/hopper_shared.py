@@ -21,13 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tokenmill.kernels.direct_launch import launch
 from tokenmill.kernels.hopper_pages import are_tiles, copy_tokens, page_tiles
-from tokenmill.kernels.hopper_prefill import GROUP_QUERIES, GROUPS, STEP_LAYOUT, attend_tiles, make_barriers
+from tokenmill.kernels.hopper_prefill import (
+    BLOCK_M,
+    GROUP_QUERIES,
+    GROUPS,
+    STEP_LAYOUT,
+    attend_tiles,
+    make_barriers,
+)
 from tokenmill.kernels.sharing import ITEM_FIELDS, SharedPrefixes
 from tokenmill.kernels.triton_attention import LOG2_E, PagedRows, num_processors
 from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wait_for_inputs
 
 HEAD_DIMS = (64, 128)
-QUERIES = 128  # pairs of row and head of an item: those of both groups
+QUERIES = BLOCK_M.value  # pairs of row and head of an item: those of both groups
 ANYWHERE = gl.constexpr(2**30)  # the position of a query that sees all keys of its item
 
 

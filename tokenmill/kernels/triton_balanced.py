@@ -1,4 +1,4 @@
-"""Paged attention of many rows with one query each: every program streams the same number of keys.
+"""Paged attention of rows with one query each: every program streams the same number of keys.
 
 The keys of all rows stand in one list of tiles, and each program takes an equal run of it, whatever rows
 that cuts: no program is left over at the end, and none starts anew at each row. A row that lies in one run is
@@ -8,7 +8,8 @@ whoever is done takes the next of them. Where the list is cut depends on the row
 
 Letters as in `attention/base.py`; nothing here waits for the device, and a launch depends on host numbers
 only through upper bounds. On Hopper GPUs the kernel of `hopper_decode.py` takes the runs, where it knows the
-layout. The kernels for few rows, windows and shared prefixes are in `triton_decode.py`.
+layout. The kernels for windows, shared prefixes and a short row alone are in `triton_decode.py`, and, for
+other GPUs, those for few rows.
 """
 
 # Triton rewrites these functions: their arguments are pointers and scalars of its own language.
@@ -40,7 +41,8 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3
 REGISTERS = 128
-# Pairs of row and key head; with fewer, starting to stream takes most of the time, unless starts are hidden.
+# Pairs of row and key head; with fewer, starting to stream takes most of the time. On Hopper GPUs starts are
+# hidden, and all rows go by runs.
 FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 1
 SHORT_ROW = 512  # keys; a program that begins early takes room from the products of a row that is alone
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
@@ -195,7 +197,8 @@ class JoinTiling:
 
 
 def join_tiling(shape: RunShape, num_rows: int, head_dim: int) -> JoinTiling:
-    """All pieces of a row at once, if rows are alike: to read others after them takes a microsecond."""
+    """All pieces of a row at once, if rows are alike and pieces not too many: to read others after them takes
+    a microsecond."""
     block_dim = block_of(head_dim)
     pieces = min(MOST_PIECES, max(FEWEST_PIECES, next_power_of_2(shape.num_programs // num_rows + 2)))
     if pieces == FEWEST_PIECES:
