@@ -5,7 +5,8 @@
 
 Every measurement replays a CUDA graph of many launches over inputs that together exceed the L2 cache, and
 takes the median of the replays. Bytes and operations are those that the task needs, whatever the kernel does.
-The limits are measured first, in the same way: the faster of a copy and a sum, the faster of two products.
+The limits are measured in the same way: the faster of a copy and a sum at first, the faster of two products
+right before prompts, for the device slows down as it gets hot.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PAGE_SIZE = 16
 HEADS = [(14, 2, 64), (16, 8, 128), (32, 8, 128)]
 DECODE_HEADS = [*HEADS, (16, 8, 64), (16, 2, 128)]
 BATCHES = [1, 16, 64, 256, 512]
-CONTEXTS = [1024, 4096, 16384, 65536, 131072]
+CONTEXTS = [1024, 4096, 16384, 65536, 131072, 262144]
 MOST_CACHE_BYTES = 20e9  # longer contexts of so many rows are left out
 REPLAYS = 9
 
@@ -77,9 +78,8 @@ def bytes_per_second() -> float:
     return max(copied, x.nbytes / seconds_each([x.sum] * 4))
 
 
-@functools.cache
 def flops_per_second() -> float:
-    """What large products of bfloat16 reach."""
+    """What large products of bfloat16 reach now."""
     rates = []
     for size in (4096, 8192):
         x, y, out = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(3))
@@ -105,15 +105,25 @@ def decode_calls(
     num_caches = max(2, min(800, int(COLD_BYTES / cache_bytes) + 1))
     caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    out, scale = torch.empty_like(q), head_dim**-0.5
-    shape = None if in_splits else triton_balanced.choose_shape(q, caches[0], context)
-    if shape is None:
-        attend = partial(triton_decode.decode, q, scale=scale, window=None, longest=context, out_RHD=out)
+    out = torch.empty_like(q)
+    if in_splits:
+        attend = partial(
+            triton_decode.decode, q, scale=head_dim**-0.5, window=None, longest=context, out_RHD=out
+        )
     else:
-        runs = triton_balanced.plan_runs(caches[0].lengths_R, shape, longest=context)
-        torch.cuda.synchronize()  # the launches below read the runs at once, for they are not new to them
-        attend = partial(triton_balanced.decode, q, runs=runs, scale=scale, out_RHD=out, are_new=False)
+        attend = chosen_decode(q, caches[0], context, out)
     return [partial(attend, rows=rows) for rows in caches] * (4 if num_caches < 8 else 1)
+
+
+def chosen_decode(q: torch.Tensor, rows: PagedRows, longest: int, out: torch.Tensor) -> Callable[..., object]:
+    """Decode attention of `rows=` like these, by the kernels that the engine chooses."""
+    scale = q.shape[2] ** -0.5
+    shape = triton_balanced.choose_shape(q, rows, longest)
+    if shape is None:
+        return partial(triton_decode.decode, q, scale=scale, window=None, longest=longest, out_RHD=out)
+    runs = triton_balanced.plan_runs(rows.lengths_R, shape, longest=longest)
+    torch.cuda.synchronize()  # the launches below read the runs at once, for they are not new to them
+    return partial(triton_balanced.decode, q, runs=runs, scale=scale, out_RHD=out, are_new=False)
 
 
 def decode_seconds(
@@ -192,7 +202,8 @@ def prefill_flops(queries: int, context: int, rows: int, heads: tuple[int, int, 
 
 
 def report_prefill() -> None:
-    print("\nprefill attention: TFLOP/s (share), milliseconds")
+    limit = flops_per_second()
+    print(f"\nprefill attention: TFLOP/s (share of {limit / 1e12:.0f}), milliseconds")
     titles = [f"{rows} x {queries} of {context}" for queries, context, rows in PREFILLS]
     print(f"{'heads':>12} " + " ".join(f"{title:>20}" for title in titles))
     for heads in [*HEADS, (8, 4, 256)]:
@@ -200,7 +211,7 @@ def report_prefill() -> None:
         for queries, context, rows in PREFILLS:
             seconds = prefill_seconds(queries, context, heads, rows)
             rate = prefill_flops(queries, context, rows, heads) / seconds
-            cells.append(f"{rate / 1e12:5.0f} ({rate / flops_per_second():4.0%}) {seconds * 1e3:7.3f}")
+            cells.append(f"{rate / 1e12:5.0f} ({rate / limit:4.0%}) {seconds * 1e3:7.3f}")
         print(f"{heads[0]}:{heads[1]} d{heads[2]:<6} " + " ".join(f"{cell:>20}" for cell in cells))
 
 
@@ -293,20 +304,32 @@ def shared_seconds(
     forest: tuple[int, int, int, int], heads: tuple[int, int, int]
 ) -> tuple[float, float | None, float]:
     """Time of decode attention row by row, time with the prefixes read once, and by how much they differ."""
-    cases = [shared_rows(forest, heads) for _ in range(3)]
+    groups, members, shared, own = forest
+    cache_bytes = groups * (shared + members * own) * heads[1] * heads[2] * 4
+    cases = [shared_rows(forest, heads) for _ in range(max(3, min(24, int(COLD_BYTES / cache_bytes) + 1)))]
     q = torch.randn(cases[0][0].lengths_R.shape[0], heads[0], heads[2], dtype=torch.bfloat16, device="cuda")
     outs = [torch.empty_like(q) for _ in range(2)]
-    longest = forest[2] + forest[3]
-
-    def call(rows: PagedRows, shared: SharedPrefixes | None, out: torch.Tensor) -> None:
-        triton_decode.decode(
-            q, rows, scale=heads[2] ** -0.5, window=None, longest=longest, out_RHD=out, shared=shared
-        )
-
-    plain = seconds_each([partial(call, rows, None, outs[0]) for rows, _ in cases])
+    longest = shared + own
+    attend = chosen_decode(q, cases[0][0], longest, outs[0])
+    plain = seconds_each([partial(attend, rows=rows) for rows, _ in cases])
     if cases[0][1] is None:
         return plain, None, 0.0
-    seconds = seconds_each([partial(call, rows, shared, outs[1]) for rows, shared in cases])
+    seconds = seconds_each(
+        [
+            partial(
+                triton_decode.decode,
+                q,
+                rows,
+                scale=heads[2] ** -0.5,
+                window=None,
+                longest=longest,
+                out_RHD=outs[1],
+                shared=found,
+                are_new=False,  # as in all layers but the first
+            )
+            for rows, found in cases
+        ]
+    )
     return plain, seconds, float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
 
 
@@ -436,7 +459,7 @@ def main() -> None:
     )
     tune = parser.parse_args().tune
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, pages of {PAGE_SIZE} tokens")
-    print(f"limits: {bytes_per_second() / 1e9:.0f} GB/s, {flops_per_second() / 1e12:.0f} TFLOP/s")
+    print(f"limit: {bytes_per_second() / 1e9:.0f} GB/s")
     for part in {
         None: (report_decode, report_shared, report_prefill, report_small_kernels),
         "decode": (tune_decode,),

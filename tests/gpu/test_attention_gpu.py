@@ -55,9 +55,9 @@ def set_runs(monkeypatch: pytest.MonkeyPatch, *, fewest: int, have_short: bool) 
     """From how many pairs of row and key head on rows go by runs; whether few rows have short ones, too."""
     from tokenmill.kernels import triton_balanced
 
-    for name in ("FEWEST_STREAMS", "FEWEST_STREAMS_HOPPER"):
-        monkeypatch.setattr(triton_balanced, name, fewest)
-    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
+    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS", fewest)
+    if fewest > 1:  # Hopper's kernel takes all rows
+        monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: False)
     if have_short:
         monkeypatch.setattr(triton_balanced, "FEWEST_ROWS", 0)
         monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)

@@ -308,7 +308,7 @@ def runs(head_dim: int, group: int, *, have_short: bool = True) -> dict[str, Any
         "BLOCK_G": 16,
         "BLOCK_Q": queries,
         "BLOCK_N": tiling.keys,
-        "STAGES": tiling.stages,
+        "STAGES": hopper_decode.STAGES if have_short else hopper_decode.STAGES_OF_FEW,
         "HAVE_SHORT": have_short,
         "OVERLAP": True,
     }

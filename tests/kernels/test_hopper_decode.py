@@ -31,9 +31,7 @@ def hopper(load_on_cpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tokenmill.kernels.hopper_decode", module, raising=False)
     monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_decode", module)
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
-    monkeypatch.setattr(triton_balanced, "FEWEST_STREAMS_HOPPER", 1)
-    monkeypatch.setattr(triton_balanced, "SHORT_ROW", 0)
-    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)  # here rows are few and short
+    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 2)  # here rows are few and short
     monkeypatch.setattr(triton_balanced, "FEWEST_ROWS", 0)
     return module
 
@@ -56,8 +54,10 @@ def test_random_rows(
     heads, kv_heads = draw.choice(((4, 1), (7, 1), (2, 2), (12, 1)))
     head_dim, page_size = draw.choice((64, 128)), draw.choice((16, 32))
     rows = [(1, draw.choice((1, 16, 64, 65, draw.randint(1, 400)))) for _ in range(draw.randint(1, 6))]
-    tiling = hopper.DecodeTiling(draw.choice((64, 128)), draw.randint(1, 3), 96, draw.randint(2, 4))
+    tiling = hopper.DecodeTiling(draw.choice((64, 128)), draw.randint(1, 3), 96)
     monkeypatch.setattr(hopper, "decode_tiling", lambda _: tiling)
+    monkeypatch.setattr(hopper, "STAGES", draw.randint(2, 4))
+    monkeypatch.setattr(hopper, "STAGES_OF_FEW", draw.randint(1, 4))
     spec = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5)
     step = ragged.ragged_step(
         spec,
@@ -88,7 +88,7 @@ def test_short_runs_go_to_whoever_asks(
         return before
 
     monkeypatch.setattr(hopper.gl, "atomic_add", noted)
-    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(64, 3, 96, 2))
+    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(64, 3, 96))
     monkeypatch.setattr(triton_balanced, "num_processors", lambda _: 1)
     monkeypatch.setattr(triton_balanced, "LONG_SHARE", 0.5)
     spec = AttentionSpec(4, 1, 64, scale=0.125)
@@ -133,7 +133,7 @@ def test_a_row_s_newest_key_waits_for_the_kernel_that_stores_it(
 
     monkeypatch.setattr(hopper, "copy_tokens", copied)
     monkeypatch.setattr(hopper, "wait_for_inputs", lambda _: note("wait"))
-    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(64, 1, 96, 3))
+    monkeypatch.setattr(hopper, "decode_tiling", lambda _: hopper.DecodeTiling(64, 1, 96))
     monkeypatch.setattr("tokenmill.kernels.triton_balanced.num_processors", lambda _: 1)
     spec = AttentionSpec(2, 1, 64, scale=0.125)
     step = ragged.ragged_step(spec, [(1, 150)], page_size=16, dtype=torch.float32, seed=0, device="cpu")
@@ -147,22 +147,15 @@ def test_a_row_s_newest_key_waits_for_the_kernel_that_stores_it(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "kv_heads", "longest", "in_runs"),
-    [
-        (1, 8, 512, False),
-        (1, 8, 513, True),
-        (2, 8, 100, True),
-        (1, 1, 4000, True),
-        (1, 2, 512, False),
-        (2, 2, 100, True),
-    ],
+    ("num_rows", "kv_heads", "longest", "programs"),
+    [(1, 8, 512, 8), (1, 8, 513, 9), (2, 8, 100, 4), (1, 1, 4000, 63), (1, 8, 40000, 49), (3, 2, 5000, 198)],
 )
-def test_which_rows_go_by_runs(
-    monkeypatch: pytest.MonkeyPatch, num_rows: int, kv_heads: int, longest: int, in_runs: bool
+def test_no_more_programs_than_tiles(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, kv_heads: int, longest: int, programs: int
 ) -> None:
-    """Few rows do, but for a short one alone; heads of one row count as well."""
+    """They would take room from the kernels before. All rows go by runs, a short one alone, too."""
     shape = runs_on_132_processors(monkeypatch, num_rows, kv_heads, longest)
-    assert (shape is not None) == in_runs
+    assert (shape.num_programs, shape.num_runs) == (programs, programs)
 
 
 def test_few_rows_have_equal_runs(monkeypatch: pytest.MonkeyPatch) -> None:

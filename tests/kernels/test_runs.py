@@ -41,14 +41,17 @@ def test_runs_of_any_rows(triton_device: str, lengths: list[int], programs: int,
     assert len(cuts) == shape.num_runs + 1
     assert (cuts[0], cuts[-1]) == (0, num_tiles)
     sizes = [end - begin for begin, end in pairwise(cuts)]
-    assert max(sizes[:programs]) - min(sizes[:programs]) <= 1
-    later = sizes[programs:]
+    are_few = num_tiles < triton_balanced.FEWEST_TILES * programs
+    num_long = -(-num_tiles // -(-num_tiles // programs)) if are_few else programs
+    long, later = sizes[:programs], sizes[programs:]
+    assert max(long[:num_long]) - min(long[:num_long]) <= 1
+    assert not any(long[num_long:]), "few tiles leave no more pieces than need be"
     filled = [size for size in later if size]
     assert later == filled + [0] * (len(later) - len(filled)), "a program ends at the first empty run"
-    if short and num_tiles >= triton_balanced.FEWEST_TILES * programs:
+    if short and not are_few:
         assert filled
         assert max(filled) - min(filled) <= 1
-        assert max(filled) <= max(sizes[:programs])
+        assert max(filled) <= max(long)
     else:
         assert not filled
 
@@ -70,19 +73,24 @@ def test_runs_of_any_rows(triton_device: str, lengths: list[int], programs: int,
 
 @pytest.mark.parametrize("programs", [8, 33, 49, 66, 99, 132, 198, 264, 396])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_rows_between_powers_of_two_want_no_kernels_of_their_own(programs: int, head_dim: int) -> None:
+@pytest.mark.parametrize("tiles", [8, 10_000], ids=["short rows", "long rows"])
+def test_rows_between_powers_of_two_want_no_kernels_of_their_own(
+    programs: int, head_dim: int, tiles: int
+) -> None:
     """At the start those for powers of two are compiled: others would stop a run for a second."""
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
     from tokenmill.kernels import triton_balanced
     from tokenmill.kernels.runs import RunShape
 
-    shape = RunShape(64, programs, programs, for_hopper=True)
-
-    def tiling(num_rows: int) -> triton_balanced.JoinTiling:
+    def tiling(num_rows: int, tiles: int = tiles) -> triton_balanced.JoinTiling:
+        num_programs = min(programs, num_rows * tiles)  # as `choose_shape` does
+        shape = RunShape(64, num_programs, num_programs, for_hopper=True)
         return triton_balanced.join_tiling(shape, num_rows, head_dim)
 
-    compiled = {tiling(2**power) for power in range(10)}
+    # Of short rows those for one row are compiled, and those for as many as may run.
+    compiled = {tiling(2**power, tiles=10_000) for power in range(10)} | {tiling(1), tiling(512)}
     assert {tiling(num_rows) for num_rows in range(1, 513)} <= compiled
     for num_rows in range(1, 513):
         # A row may begin and end within runs.
-        assert tiling(num_rows).pieces >= min(programs // num_rows + 2, triton_balanced.MOST_PIECES)
+        most = min(programs // num_rows, tiles) + 2
+        assert tiling(num_rows).pieces >= min(most, triton_balanced.MOST_PIECES)

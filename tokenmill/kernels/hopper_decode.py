@@ -44,22 +44,24 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 HEAD_DIMS = (64, 128)
 QUERIES = 8  # columns of a product, in steps of so many
 QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+# Tiles of a program that are under way. With more than 48 KiB of shared memory programs find room later, as
+# do those of the product behind them; where rows are few, that takes as long as attention.
+STAGES, STAGES_OF_FEW = 3, 1
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """Keys of a tile, programs that share a processor, registers of a thread, tiles that are under way."""
+    """Keys of a tile, programs that share a processor, registers of a thread."""
 
     keys: int
     programs: int
     registers: int
-    stages: int
 
 
 def decode_tiling(head_dim: int) -> DecodeTiling:
     """Measured on an H200."""
-    return DecodeTiling(64, 2, 96, 3) if head_dim == 128 else DecodeTiling(64, 3, 80, 3)
+    return DecodeTiling(64, 2, 96) if head_dim == 128 else DecodeTiling(64, 3, 80)
 
 
 def can_take(q_RHD: torch.Tensor, rows: PagedRows) -> bool:
@@ -113,7 +115,7 @@ def attend(
         BLOCK_G=pieces.logs_KP2G.shape[3],
         BLOCK_Q=queries,
         BLOCK_N=runs.shape.tile_keys,
-        STAGES=tiling.stages,
+        STAGES=STAGES if runs.shape.has_short else STAGES_OF_FEW,
         HAVE_SHORT=runs.shape.has_short,
         num_warps=4,
         maxnreg=tiling.registers,

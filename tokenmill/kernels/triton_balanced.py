@@ -8,8 +8,8 @@ whoever is done takes the next of them. Where the list is cut depends on the row
 
 Letters as in `attention/base.py`; nothing here waits for the device, and a launch depends on host numbers
 only through upper bounds. On Hopper GPUs the kernel of `hopper_decode.py` takes the runs, where it knows the
-layout. The kernels for windows, shared prefixes and a short row alone are in `triton_decode.py`, and, for
-other GPUs, those for few rows.
+layout. The kernels for windows and shared prefixes are in `triton_decode.py`, and, for other GPUs, those for
+few rows.
 """
 
 # Triton rewrites these functions: their arguments are pointers and scalars of its own language.
@@ -43,8 +43,7 @@ STAGES = 3
 REGISTERS = 128
 # Pairs of row and key head; with fewer, starting to stream takes most of the time. On Hopper GPUs starts are
 # hidden, and all rows go by runs.
-FEWEST_STREAMS, FEWEST_STREAMS_HOPPER = 96, 1
-SHORT_ROW = 512  # keys; a program that begins early takes room from the products of a row that is alone
+FEWEST_STREAMS = 96
 MOST_QUERIES = 16  # of a key head: their answers must stay in registers
 # Of all tiles, what the long runs have; the rest are short ones, at most so many for each program. There are
 # none where a program has fewer tiles than these: to take a run costs time, too.
@@ -57,7 +56,8 @@ FEWEST_ROWS = 0.6
 FEWEST_PIECES, MOST_PIECES = 8, 256  # of a row, that are read at once
 JOINED_NUMBERS = 32  # of a head, by a program, where a row has more pieces than the fewest
 NUMBERS_PER_WARP = 2048  # of pieces: more would not fit its registers
-LISTED_AT_ONCE = 256
+LISTED_AT_ONCE = 256  # tiles of a row
+FEWEST_LISTED = 512  # runs: steps of few rows have one kernel, however many runs there are
 ROWS_AT_ONCE = 1024
 GOLDEN_SECTION = 0.618  # steps of this part of a circle spread evenly, however many there are
 
@@ -73,15 +73,15 @@ def choose_shape(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> RunShape
         from tokenmill.kernels import hopper_decode
 
         tiling = hopper_decode.decode_tiling(head_dim)
-        keys, programs, fewest = tiling.keys, tiling.programs, FEWEST_STREAMS_HOPPER
+        keys, programs = tiling.keys, tiling.programs
+    elif num_rows * num_kv_heads >= FEWEST_STREAMS:
+        keys, programs = triton_decode.tile_keys(head_dim, q_RHD.element_size()), PROGRAMS_PER_PROCESSOR
     else:
-        keys = triton_decode.tile_keys(head_dim, q_RHD.element_size())
-        programs, fewest = PROGRAMS_PER_PROCESSOR, FEWEST_STREAMS
-    is_alone = for_hopper and num_rows == 1 and longest <= SHORT_ROW
-    if num_rows * num_kv_heads < fewest or is_alone:
         return None
-    num_programs = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
-    short_runs = SHORT_RUNS if for_hopper and num_rows >= FEWEST_ROWS * num_programs else 0
+    # More would begin early, to find no tiles, and take room from the kernels before.
+    at_once = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
+    num_programs = min(at_once, num_rows * ceil_div(longest, keys))
+    short_runs = SHORT_RUNS if for_hopper and num_rows >= FEWEST_ROWS * at_once else 0
     return RunShape(keys, num_programs, num_programs * (1 + short_runs), for_hopper)
 
 
@@ -112,12 +112,12 @@ def plan_runs(lengths_R: torch.Tensor, shape: RunShape, *, longest: int) -> Runs
         num_joins,
         num_rows,
         _stride(num_rows),
-        NUM_PROGRAMS=shape.num_programs,
-        NUM_RUNS=num_runs,
+        shape.num_programs,
+        num_runs,
         LONG_SHARE=int(1024 * LONG_SHARE) if shape.has_short else 1024,
         FEWEST_TILES=FEWEST_TILES,
         BLOCK_N=tile_keys,
-        BLOCK_RUNS=next_power_of_2(num_runs + 1),
+        BLOCK_RUNS=max(FEWEST_LISTED, next_power_of_2(num_runs + 1)),
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         LISTED_AT_ONCE=LISTED_AT_ONCE,
         num_warps=4,
@@ -264,22 +264,26 @@ def _constants(q_RHD: torch.Tensor, num_kv_heads: int) -> dict[str, int]:
 
 @triton.jit
 def _first_tile(
-    runs, num_tiles, NUM_PROGRAMS: tl.constexpr, NUM_RUNS: tl.constexpr, LONG_SHARE: tl.constexpr,
-    FEWEST_TILES: tl.constexpr,
-):  # fmt: skip
+    runs, num_tiles, num_programs, num_runs, LONG_SHARE: tl.constexpr, FEWEST_TILES: tl.constexpr
+):
     """Of each run; those that are left over, and what comes behind all runs, begin behind the last tile.
-    `num_tiles` is int64."""
-    are_few = num_tiles < FEWEST_TILES * NUM_PROGRAMS
+    `num_tiles` is int64.
+
+    Few tiles are in no more runs than it takes for none to be longer: each leaves a piece.
+    """
+    are_few = num_tiles < FEWEST_TILES * num_programs
     in_long = tl.where(are_few, num_tiles, num_tiles * LONG_SHARE // 1024)
+    num_long = tl.where(are_few, tl.cdiv(num_tiles, tl.cdiv(num_tiles, num_programs)), num_programs)
     rest = num_tiles - in_long
-    num_short = tl.maximum(1, tl.minimum(NUM_RUNS - NUM_PROGRAMS, rest))
-    short = tl.minimum(runs - NUM_PROGRAMS, num_short)
-    first = tl.where(runs < NUM_PROGRAMS, in_long * runs // NUM_PROGRAMS, in_long + rest * short // num_short)
+    num_short = tl.maximum(1, tl.minimum(num_runs - num_programs, rest))
+    short = tl.minimum(runs - num_programs, num_short)
+    long = tl.minimum(runs, num_long)
+    first = tl.where(runs < num_programs, in_long * long // num_long, in_long + rest * short // num_short)
     return first.to(tl.int32)
 
 
 @triton.jit(
-    do_not_specialize=["num_joins", "num_rows", "stride_tile", "stride_row"],
+    do_not_specialize=["num_joins", "num_rows", "stride_tile", "stride_row", "num_programs", "num_runs"],
     do_not_specialize_on_alignment=["lengths", "cuts", "joins"],
 )
 def _list_kernel(
@@ -291,8 +295,8 @@ def _list_kernel(
     num_joins,
     num_rows,
     stride_row,
-    NUM_PROGRAMS: tl.constexpr,
-    NUM_RUNS: tl.constexpr,
+    num_programs,
+    num_runs,
     LONG_SHARE: tl.constexpr,
     FEWEST_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -329,10 +333,10 @@ def _list_kernel(
         tl.store(target + 2 * stride_tile, length + nothing, mask=keep)
 
     runs = tl.arange(0, BLOCK_RUNS)
-    begins = _first_tile(runs, num_tiles, NUM_PROGRAMS, NUM_RUNS, LONG_SHARE, FEWEST_TILES)
+    begins = _first_tile(runs, num_tiles, num_programs, num_runs, LONG_SHARE, FEWEST_TILES)
     after = first + number
     is_last = rank == num_rows - 1
-    keep = (runs <= NUM_RUNS) & (begins >= first) & ((begins < after) | is_last)
+    keep = (runs <= num_runs) & (begins >= first) & ((begins < after) | is_last)
     tl.store(cuts + runs, begins, mask=keep)
     # The last of the runs that begin so early: those before it may be empty.
     opening = tl.sum((begins <= first).to(tl.int32), axis=0) - 1
