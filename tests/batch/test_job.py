@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -479,6 +480,27 @@ def test_a_signal_ends_the_command_in_good_order(
     assert 0 < done["computed"] < 400
     assert len(read(output)) == done["done"]
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_in_a_destructor_is_not_lost(number: signal.Signals) -> None:
+    """Python ignores what is raised there."""
+
+    class Ended:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def run() -> None:
+        with command._signals():
+            Ended()
+            assert signal.getsignal(number) == command._interrupt, "the next one must not leave at once"
+            time.sleep(30)
+
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run()
+    assert isinstance(raised.value, command._Terminated) == (number == signal.SIGTERM)
+    assert sys.unraisablehook == hook
 
 
 def test_a_signal_that_a_shell_has_made_it_ignore_stays_so() -> None:

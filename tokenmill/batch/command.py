@@ -9,8 +9,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -40,6 +42,7 @@ _ENGINE_HELPS = {
     "with priorities fcfs)",
     "log_level": "level of the 'tokenmill' logger (default: error, but info for how far the job is)",
 }
+_AGAIN_SECONDS = 0.01  # until a signal is sent again
 # Too long for a line to be read; the report shows them.
 _NOT_PRINTED = {"timeline", "latency_seconds", "prompt_length", "output_length"}
 
@@ -130,9 +133,12 @@ def _signals() -> Iterator[None]:
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in before:
         signal.signal(number, _interrupt)
+    hook = sys.unraisablehook
+    sys.unraisablehook = partial(_interrupt_again, set(before), hook)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -141,6 +147,20 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _leave)
     raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+
+
+def _interrupt_again(numbers: set[signal.Signals], hook: Callable[[Any], object], ignored: Any) -> None:
+    """Where Python ignores errors (in a destructor, in a callback of its collector) a signal would be lost:
+    it is sent again. `ignored` is what `sys.unraisablehook` is told of, and `hook` the one for all else."""
+    if not isinstance(ignored.exc_value, KeyboardInterrupt):
+        hook(ignored)
+        return
+    for number in numbers:
+        signal.signal(number, _interrupt)
+    number = signal.SIGTERM if isinstance(ignored.exc_value, _Terminated) else signal.SIGINT
+    again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number))
+    again.daemon = True
+    again.start()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
