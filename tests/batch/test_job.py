@@ -509,6 +509,10 @@ def test_a_signal_that_a_shell_has_made_it_ignore_stays_so() -> None:
         with command._signals():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) == command._interrupt
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "it ends nothing now either"
+            assert signal.getsignal(signal.SIGTERM) == command._leave
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -42,7 +42,9 @@ _ENGINE_HELPS = {
     "with priorities fcfs)",
     "log_level": "level of the 'tokenmill' logger (default: error, but info for how far the job is)",
 }
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_SECONDS = 0.01  # until a signal is sent again
+_Handler = Callable[[int, FrameType | None], None]
 # Too long for a line to be read; the report shows them.
 _NOT_PRINTED = {"timeline", "latency_seconds", "prompt_length", "output_length"}
 
@@ -128,13 +130,13 @@ class _Terminated(KeyboardInterrupt):
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the job in good order, and a second one of them at once."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     # What a shell has made its background jobs ignore stays ignored.
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in before:
         signal.signal(number, _interrupt)
     hook = sys.unraisablehook
-    sys.unraisablehook = partial(_interrupt_again, set(before), hook)
+    sys.unraisablehook = partial(_interrupt_again, hook)
     try:
         yield
     finally:
@@ -144,23 +146,28 @@ def _signals() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, _leave)
+    _let(_leave, follow=_interrupt)
     raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
 
 
-def _interrupt_again(numbers: set[signal.Signals], hook: Callable[[Any], object], ignored: Any) -> None:
+def _interrupt_again(hook: Callable[[Any], object], ignored: Any) -> None:
     """Where Python ignores errors (in a destructor, in a callback of its collector) a signal would be lost:
     it is sent again. `ignored` is what `sys.unraisablehook` is told of, and `hook` the one for all else."""
     if not isinstance(ignored.exc_value, KeyboardInterrupt):
         hook(ignored)
         return
-    for number in numbers:
-        signal.signal(number, _interrupt)
+    _let(_interrupt, follow=_leave)
     number = signal.SIGTERM if isinstance(ignored.exc_value, _Terminated) else signal.SIGINT
     again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number))
     again.daemon = True
     again.start()
+
+
+def _let(handler: _Handler, *, follow: _Handler) -> None:
+    """Handle what was handled by `follow` so from now on."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) == follow:
+            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
