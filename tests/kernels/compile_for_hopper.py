@@ -549,6 +549,7 @@ if __name__ == "__main__":
             "runs 64, equal": runs(64, 7, have_short=False),
             "runs 128": runs(128, 4),
             "runs 128, many queries": runs(128, 12),
+            "runs 128, equal, many queries": runs(128, 12, have_short=False),
             "join 64": join(64, 7, num_rows=64, num_programs=198),
             "join 64, few rows": join(64, 7, num_rows=4, num_programs=198),
             "join 64, one row": join(64, 7, num_rows=1, num_programs=198),

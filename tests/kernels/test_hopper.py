@@ -85,8 +85,11 @@ def test_decoding_in_runs_shares_a_processor(compiled: dict[str, dict[str, Any]]
         ("runs 64, equal", 3),
         ("runs 128", 2),
         ("runs 128, many queries", 2),
+        ("runs 128, equal, many queries", 2),
     ):
         fact = compiled[name]
+        if "equal" in name:  # of few rows, where the product behind has to find room soon
+            assert fact["shared"] <= 48 * 1024, name
         assert programs * (fact["shared"] + 1024) <= 228 * 1024, name
         assert programs * 256 * fact["registers"] <= 65536, name
         assert fact["HGMMA"] > 0, name
