@@ -102,27 +102,33 @@ def decode_calls(
     """Decode attention as layers launch it, over as many separate caches as exceed the L2 cache."""
     num_heads, kv_heads, head_dim = heads
     cache_bytes = batch * context * kv_heads * head_dim * 4
-    num_caches = max(2, min(800, int(COLD_BYTES / cache_bytes) + 1))
+    num_caches = cold_copies(cache_bytes, fewest=2, most=800)
     caches = [paged_rows(batch, context, kv_heads, head_dim) for _ in range(num_caches)]
     q = torch.randn(batch, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
-    if in_splits:
-        attend = partial(
-            triton_decode.decode, q, scale=head_dim**-0.5, window=None, longest=context, out_RHD=out
-        )
-    else:
-        attend = chosen_decode(q, caches[0], context, out)
+    attend = split_decode(q, context, out) if in_splits else chosen_decode(q, caches[0], context, out)
     return [partial(attend, rows=rows) for rows in caches] * (4 if num_caches < 8 else 1)
+
+
+def cold_copies(num_bytes: float, *, fewest: int, most: int) -> int:
+    """How many inputs of so many bytes exceed the L2 cache together, within these bounds."""
+    return max(fewest, min(most, int(COLD_BYTES / num_bytes) + 1))
+
+
+def split_decode(q: torch.Tensor, longest: int, out: torch.Tensor) -> Callable[..., object]:
+    """Decode attention of `rows=` by the kernels for splits, which know of shared prefixes, too."""
+    scale = q.shape[2] ** -0.5
+    return partial(triton_decode.decode, q, scale=scale, window=None, longest=longest, out_RHD=out)
 
 
 def chosen_decode(q: torch.Tensor, rows: PagedRows, longest: int, out: torch.Tensor) -> Callable[..., object]:
     """Decode attention of `rows=` like these, by the kernels that the engine chooses."""
-    scale = q.shape[2] ** -0.5
     shape = triton_balanced.choose_shape(q, rows, longest)
     if shape is None:
-        return partial(triton_decode.decode, q, scale=scale, window=None, longest=longest, out_RHD=out)
+        return split_decode(q, longest, out)
     runs = triton_balanced.plan_runs(rows.lengths_R, shape, longest=longest)
     torch.cuda.synchronize()  # the launches below read the runs at once, for they are not new to them
+    scale = q.shape[2] ** -0.5
     return partial(triton_balanced.decode, q, runs=runs, scale=scale, out_RHD=out, are_new=False)
 
 
@@ -306,7 +312,7 @@ def shared_seconds(
     """Time of decode attention row by row, time with the prefixes read once, and by how much they differ."""
     groups, members, shared, own = forest
     cache_bytes = groups * (shared + members * own) * heads[1] * heads[2] * 4
-    cases = [shared_rows(forest, heads) for _ in range(max(3, min(24, int(COLD_BYTES / cache_bytes) + 1)))]
+    cases = [shared_rows(forest, heads) for _ in range(cold_copies(cache_bytes, fewest=3, most=24))]
     q = torch.randn(cases[0][0].lengths_R.shape[0], heads[0], heads[2], dtype=torch.bfloat16, device="cuda")
     outs = [torch.empty_like(q) for _ in range(2)]
     longest = shared + own
@@ -314,22 +320,8 @@ def shared_seconds(
     plain = seconds_each([partial(attend, rows=rows) for rows, _ in cases])
     if cases[0][1] is None:
         return plain, None, 0.0
-    seconds = seconds_each(
-        [
-            partial(
-                triton_decode.decode,
-                q,
-                rows,
-                scale=heads[2] ** -0.5,
-                window=None,
-                longest=longest,
-                out_RHD=outs[1],
-                shared=found,
-                are_new=False,  # as in all layers but the first
-            )
-            for rows, found in cases
-        ]
-    )
+    attend = partial(split_decode(q, longest, outs[1]), are_new=False)  # as in all layers but the first
+    seconds = seconds_each([partial(attend, rows=rows, shared=found) for rows, found in cases])
     return plain, seconds, float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
 
 

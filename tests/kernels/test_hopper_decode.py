@@ -31,7 +31,7 @@ def hopper(load_on_cpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tokenmill.kernels.hopper_decode", module, raising=False)
     monkeypatch.setitem(sys.modules, "tokenmill.kernels.hopper_decode", module)
     monkeypatch.setattr(triton_balanced, "_is_for_hopper", lambda q, rows: True)
-    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 2)  # here rows are few and short
+    monkeypatch.setattr(triton_balanced, "FEWEST_TILES", 1)  # here rows are few and short
     monkeypatch.setattr(triton_balanced, "FEWEST_ROWS", 0)
     return module
 

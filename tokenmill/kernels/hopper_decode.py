@@ -43,10 +43,10 @@ from tokenmill.kernels.triton_overlap import let_next_begin, overlap_options, wa
 
 HEAD_DIMS = (64, 128)
 QUERIES = 8  # columns of a product, in steps of so many
-QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 # Tiles of a program that are under way. With more than 48 KiB of shared memory programs find room later, as
 # do those of the product behind them; where rows are few, that takes as long as attention.
 STAGES, STAGES_OF_FEW = 3, 1
+QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 

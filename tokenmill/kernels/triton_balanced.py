@@ -78,8 +78,8 @@ def choose_shape(q_RHD: torch.Tensor, rows: PagedRows, longest: int) -> RunShape
         keys, programs = triton_decode.tile_keys(head_dim, q_RHD.element_size()), PROGRAMS_PER_PROCESSOR
     else:
         return None
-    # More would begin early, to find no tiles, and take room from the kernels before.
     at_once = max(1, programs * num_processors(q_RHD.device) // num_kv_heads)
+    # More than tiles would begin early, to find none, and take room from the kernels before.
     num_programs = min(at_once, num_rows * ceil_div(longest, keys))
     short_runs = SHORT_RUNS if for_hopper and num_rows >= FEWEST_ROWS * at_once else 0
     return RunShape(keys, num_programs, num_programs * (1 + short_runs), for_hopper)
