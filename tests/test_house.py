@@ -27,7 +27,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Everybody may import these. `sampling_params` and `arguments` stand on the ground, too.
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
-GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs", "queue_order", "switching", "texts"}
+GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs", "queue_order", "signals", "switching"}
+GROUND |= {"texts"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -91,6 +92,7 @@ GRANTS: dict[str, set[str]] = {
     "imports": set(),
     "logs": set(),
     "queue_order": set(),
+    "signals": set(),
     "switching": set(),
     "texts": set(),
     "constraints": set(),

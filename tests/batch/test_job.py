@@ -7,11 +7,7 @@ import itertools
 import json
 import os
 import resource
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ import pytest
 
 from tests.batch.row_files import SHORT, Rows, capitals, read, write
 from tokenmill import Engine, InvalidArgument, JobStopped, UnknownArgument, batch
-from tokenmill.batch import command
 from tokenmill.batch.engine_facts import engine_facts
 from tokenmill.batch.job import BatchJob
 from tokenmill.batch.journal import Journal
@@ -438,84 +433,6 @@ def test_the_command_prints_a_summary_and_tells_of_errors_by_its_code(
     assert report.read_text().startswith("<!")
     assert main([*command, "--journal", str(tmp_path)]) == 2
     assert "journal" in capsys.readouterr().err
-
-
-@pytest.fixture
-def interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int], tuple[int, Path]]]:
-    """Runs the command, and sends its process a signal once something is in the output."""
-
-    def run(number: int) -> tuple[int, Path]:
-        source = write(tmp_path / "in.jsonl", capitals(400))
-        output = tmp_path / "out.jsonl"
-
-        def send() -> None:
-            while not (output.exists() and output.stat().st_size):
-                time.sleep(0.01)
-            os.kill(os.getpid(), number)
-
-        thread = threading.Thread(target=send)
-        thread.start()
-        code = main(["batch", str(source), "-o", str(output), "--max-new-tokens", "12"])
-        thread.join()
-        return code, output
-
-    return run
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_command_in_good_order(
-    interrupted: Callable[[int], tuple[int, Path]],
-    capsys: pytest.CaptureFixture[str],
-    number: int,
-    code: int,
-) -> None:
-    before = signal.getsignal(number)
-    given, output = interrupted(number)
-    told = capsys.readouterr()
-    assert given == code
-    assert "the same command goes on" in told.err
-    done = json.loads(told.out)["rows"]
-    assert 0 < done["computed"] < 400
-    assert len(read(output)) == done["done"]
-    assert signal.getsignal(number) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_in_a_destructor_is_not_lost(number: signal.Signals) -> None:
-    """Python ignores what is raised there."""
-
-    class Ended:
-        def __del__(self) -> None:
-            signal.raise_signal(number)
-
-    def run() -> None:
-        with command._signals():
-            Ended()
-            assert signal.getsignal(number) == command._interrupt, "the next one must not leave at once"
-            time.sleep(30)
-
-    hook = sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt) as raised:
-        run()
-    assert isinstance(raised.value, command._Terminated) == (number == signal.SIGTERM)
-    assert sys.unraisablehook == hook
-
-
-def test_a_signal_that_a_shell_has_made_it_ignore_stays_so() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with command._signals():
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) == command._interrupt
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGTERM)
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "it ends nothing now either"
-            assert signal.getsignal(signal.SIGTERM) == command._leave
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tokenmill.frontend.failures import failed_result
 from tokenmill.frontend.inputs import Job
 from tokenmill.frontend.iteration import Entry, Finished, RowRunner
 from tokenmill.garbage import collect_if_due, uncollected
+from tokenmill.signals import HeldSignals
 
 # Records that are read together: enough to tokenize them in one go.
 _ROWS_AT_ONCE = 256
@@ -82,9 +83,10 @@ class Work:
         finished = cast(Generator[list[Finished]], self._runner.run(self._entries(), fills_up_first=True))
         with contextlib.closing(finished), uncollected():
             for some in finished:
-                for entry, results in some:
-                    self._take(entry, results)
-                    self._turns.give_way()
+                with HeldSignals():  # what the engine has finished is kept, counted and written
+                    for entry, results in some:
+                        self._take(entry, results)
+                        self._turns.give_way()
                 self._commits.check()
                 collect_if_due()
         assert not self._num_held, "a row waits for a sample that nobody computes"
@@ -96,12 +98,11 @@ class Work:
         for weighed in _batches(self._source):
             if alone := self._alone():
                 yield alone
-            entries = []
+            read = []
             for each in self._read(weighed):
-                if (entry := self._enter(*each)) is not None:
-                    entries.append(entry)
+                read.append(each)
                 self._turns.give_way()
-            if entries:
+            if entries := self._enter_all(read):
                 yield entries
             while self._num_held > _MOST_HELD_ROWS or self._held_bytes > _MOST_HELD_BYTES:
                 time.sleep(_PAUSE_SECONDS)
@@ -134,6 +135,16 @@ class Work:
             else:
                 entry = next(read)
                 yield each, entry.job or entry.error  # type: ignore[misc]
+
+    def _enter_all(self, read: Iterable[tuple[_Weighed, Job | RowError]]) -> list[Entry]:
+        """What of some rows must be run."""
+        entries = []
+        with HeldSignals():  # as many lines as are counted
+            for each in read:
+                if (entry := self._enter(*each)) is not None:
+                    entries.append(entry)
+                self._turns.give_way()
+        return entries
 
     def _enter(self, weighed: _Weighed, job: Job | RowError) -> Entry | None:
         """What of a row must be run; None if nothing."""

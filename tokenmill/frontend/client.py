@@ -40,6 +40,7 @@ from tokenmill.frontend.turns import Turns
 from tokenmill.garbage import collect_if_due, uncollected
 from tokenmill.messages import Core, EngineFacts, Need, Output, Request
 from tokenmill.metrics import Metrics
+from tokenmill.signals import HeldSignals
 
 if TYPE_CHECKING:
     from tokenmill.frontend.detokenizer import TextStream
@@ -358,11 +359,10 @@ class Client:
             self.submit_all(())
 
     def _send(self, requests: Sequence[Request]) -> None:
-        with Interrupts(lambda: None) as interrupts:  # half a message would break a pipe to the core
+        with HeldSignals():  # half a message would break a pipe to the core
             self._core.submit(requests)
-        self._core_cancel([each.id for each in requests if each.id not in self._flying])  # dropped meanwhile
-        if interrupts.happened:
-            raise KeyboardInterrupt
+            dropped = [each.id for each in requests if each.id not in self._flying]  # meanwhile
+            self._core_cancel(dropped)
 
     def _register(self, call: Call) -> None:
         """With the lock held, note which rows are in flight; not those with ids that others have there."""

@@ -24,9 +24,9 @@ from tokenmill.frontend.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
-from tokenmill.frontend.interrupts import Interrupts
 from tokenmill.imports import quick_imports
 from tokenmill.messages import Request
+from tokenmill.signals import HeldSignals
 
 if TYPE_CHECKING:
     from tokenmill.sampling_params import SamplingParams
@@ -89,11 +89,9 @@ class Tokenizer:
         # Some of what is imported ends the process if it is interrupted half-way.
         with (
             quick_imports(for_gpu=config.device != "cpu" and not config.core_process),
-            Interrupts(lambda: None) as interrupts,
+            HeldSignals(),
         ):
             from transformers import AutoTokenizer  # which imports torch
-        if interrupts.happened:
-            raise KeyboardInterrupt
 
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
