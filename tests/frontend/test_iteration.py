@@ -941,7 +941,7 @@ def test_a_row_that_waits_for_room_can_be_aborted() -> None:
 
 
 def test_rows_wait_while_another_call_fills_the_queue() -> None:
-    params = {"max_new_tokens": 400, "ignore_eos": True}
+    params = {"max_new_tokens": 150, "ignore_eos": True}
     with sgl.Engine(model_path="tiny", max_running_requests=1, max_queued_requests=1) as engine:
         stream = engine.generate("a", params, stream=True)
         waiting = engine.generate("a", params, stream=True)

@@ -33,7 +33,11 @@ def tokenizer() -> Any:
 
 
 def allowed(row: Any) -> list[int]:
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return list(allowed_ids(row).tolist())
+
+
+def allowed_ids(row: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
 
 def follows(template: Template, output: str) -> bool:
@@ -47,18 +51,19 @@ def draw(
 ) -> str | None:
     """An output drawn at random, ended with this probability wherever it may end; None if it got too long."""
     random = np.random.default_rng(seed)
-    library = backend(name)
+    library, end_id, num_ids = backend(name), tokenizer().eos_token_id, len(tokenizer())
     matcher = library.compile(Grammar(kind, text)).new()
     masks = np.zeros((1, library.num_words), dtype=np.int32)
     ids: list[int] = []
     for _ in range(most):
         library.batch([matcher]).fill_masks(masks)
         assert not matcher.error
-        tokens = [token for token in allowed(masks[0]) if token != tokenizer().eos_token_id]
-        if matcher.is_accepting and (not tokens or random.random() < end):
+        tokens = allowed_ids(masks[0])
+        tokens = tokens[tokens != end_id]
+        if matcher.is_accepting and (not tokens.size or random.random() < end):
             return str(tokenizer().decode(ids))
-        assert tokens, "a dead end"
-        assert max(tokens) < len(tokenizer())
+        assert tokens.size, "a dead end"
+        assert tokens.max() < num_ids
         ids.append(int(random.choice(tokens)))
         assert matcher.accept(ids[-1])
     return None

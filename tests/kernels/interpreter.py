@@ -31,6 +31,7 @@ def device() -> str:
         pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set; set it in the environment")
     _multiply_bfloat16_by_value()
     _run_in_half_the_time()
+    _remember_types()
     return "cpu"
 
 
@@ -59,8 +60,8 @@ def _multiply_bfloat16_by_value() -> None:
 def _run_in_half_the_time() -> None:
     """Leave out what the interpreter does in vain, in the versions in which it does.
 
-    It looks for overflow with 64-bit twins of all sums and products, which compiled kernels do not have, and
-    through all of Triton's names at every launch.
+    It looks for overflow with 64-bit twins of all sums and products, which compiled kernels do not have,
+    through all of Triton's names at every launch, and once more wherever a kernel calls a function.
     """
     from triton.runtime import interpreter
 
@@ -81,4 +82,63 @@ def _run_in_half_the_time() -> None:
             if interpreter.tl.core.is_builtin(member):  # a package that two names lead to comes twice
                 interpreter._patch_attr(package, name, member, builder, scope)
 
+    patched: set[int] = set()  # modules of functions; a launch puts back only what it has patched itself
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (module := id(self.fn.__globals__)) not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(module)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
     interpreter._patch_builtin = patch_builtin
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def _remember_types() -> None:
+    """Make what every operation knows of a shape once: the interpreter makes it anew, from types of types,
+    for each tensor and each of their types, which takes it longer than to compute."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if getattr(core.block_type.__init__, "remembers", False):
+        return
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    number_type, are_equal = interpreter._get_np_dtype, core.tuple.__eq__
+    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    number_types: dict[str, Any] = {}
+
+    def new_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(shape)
+        if not all(type(size) is int for size in sizes):
+            make_type(self, element_ty, shape)
+            return
+        if (known := types.get((element_ty.name, sizes))) is None:
+            make_type(self, element_ty, shape)
+            known = types[element_ty.name, sizes] = dict(vars(self))
+        self.__dict__.update(known, element_ty=element_ty)
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if (known := shapes.get(sizes)) is None:
+            make_tensor(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    def number_type_of(tt_dtype: Any) -> Any:
+        name = tt_dtype.name
+        if name not in number_types:
+            number_types[name] = number_type(tt_dtype)
+        return number_types[name]
+
+    def are_equal_sizes(self: Any, other: Any) -> Any:
+        return self.values == other if type(other) is list else are_equal(self, other)
+
+    new_type.remembers = True  # type: ignore[attr-defined]
+    core.block_type.__init__, core.tensor.__init__ = new_type, new_tensor
+    interpreter._get_np_dtype, core.tuple.__eq__ = number_type_of, are_equal_sizes
