@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import kernels
+import single_kernels
 import torch
 
 from tokenmill.kernels import hopper_decode, hopper_linear, triton_activation, triton_balanced, triton_norm
@@ -55,7 +55,7 @@ def calls() -> dict[str, tuple[list[ModuleType], Callable[[], object]]]:
         for shape in ((ROWS, HIDDEN), (ROWS, HIDDEN), (ROWS, 2 * INNER), (HIDDEN, INNER))
     )
     weight, inner = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda"), wide[:, :INNER].contiguous()
-    attend = kernels.decode_calls(ROWS, 1024, (14, 2, 64), in_splits=False)[0]
+    attend = single_kernels.decode_calls(ROWS, 1024, (14, 2, 64), in_splits=False)[0]
     return {
         "sum and norm": ([triton_norm], lambda: triton_norm.add_rms_norm(x, total, weight, 1e-6)),
         "activation": ([triton_activation], lambda: triton_activation.gated_silu(wide)),

@@ -1,12 +1,14 @@
 """How near the GPU kernels come to the limits of the device: one table, no model.
 
-    python3 benchmarks/kernels.py                  # under two minutes
-    python3 benchmarks/kernels.py --tune decode    # tilings and splits side by side, about a minute each
+    python3 benchmarks/single_kernels.py                 # under two minutes
+    python3 benchmarks/single_kernels.py --tune decode   # tilings and splits side by side, a minute each
 
 Every measurement replays a CUDA graph of many launches over inputs that together exceed the L2 cache, and
 takes the median of the replays. Bytes and operations are those that the task needs, whatever the kernel does.
 The limits are measured in the same way: the faster of a copy and a sum at first, the faster of two products
 right before prompts, for the device slows down as it gets hot.
+
+(Not `kernels.py`: transformers takes whatever has that name for Hugging Face's library of kernels.)
 """
 
 from __future__ import annotations
