@@ -28,13 +28,13 @@ def has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def streams_many_rows() -> bool:
-    """Whether rows of bfloat16 are streamed as quickly as oneDNN multiplies them, however many they are. Sums
-    that oneDNN does not cut have the same bits then."""
+def multiplies_any_rows() -> bool:
+    """Whether the kernels multiply rows of bfloat16 by small weights as quickly as oneDNN, however many they
+    are. Sums that oneDNN does not cut have the same bits then."""
     kernels = native.library(torch.bfloat16)
-    if kernels is None or native_calls.most_tiled_rows(kernels):
+    if kernels is None:
         return False
-    return native_calls.most_streamed_rows(kernels) > 1
+    return native_calls.most_tiled_rows(kernels) > 0 or native_calls.most_streamed_rows(kernels) > 1
 
 
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -52,10 +52,11 @@ def product(
     any_rows: bool = False,
 ) -> torch.Tensor:
     """`x W^T + b` [N, O] of a packed weight; with `columns`, few rows are streamed, or `any_rows`, which
-    is for machines that stream many."""
+    is for machines that `multiplies_any_rows`."""
     kernels = None if columns is None else native.for_tensor(x_NI)
     if columns is not None and kernels is not None and len(x_NI):
-        if len(x_NI) <= native_calls.most_tiled_rows(kernels):
+        most_tiled = native_calls.most_tiled_rows(kernels)
+        if len(x_NI) <= most_tiled or (any_rows and most_tiled):
             return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
         if len(x_NI) <= native_calls.most_streamed_rows(kernels) or any_rows:
             return native_calls.product(kernels, "product_of_rows", x_NI.contiguous(), columns, bias_O)

@@ -21,9 +21,9 @@ from tokenmill.kernels.operands import Heads, Norm
 from tokenmill.layers.norm import RMSNorm
 
 # oneDNN cuts long sums in 16 bits into pieces, and where depends on the number of rows: an answer would
-# change with its neighbours in the batch. Small products go in blocks of always as many rows, which costs
-# them next to nothing, or are all streamed; large ones would take up to twice as long. There few rows are
-# streamed.
+# change with its neighbours in the batch. Small products are all by our kernels, or go in blocks of always as
+# many rows, which costs them next to nothing; large ones would take up to twice as long. There few rows are
+# by our kernels.
 _LONGEST_WHOLE_SUM = 512
 _SMALL_WEIGHT_BYTES = 2**20
 
@@ -134,7 +134,7 @@ class PackedLinear(nn.Module):
             weight = packed.pack(weight_OI)
             has_pieces = weight_OI.element_size() == 2 and weight_OI.shape[1] > _LONGEST_WHOLE_SUM
             self._is_small_and_cut = has_pieces and weight_OI.nbytes <= _SMALL_WEIGHT_BYTES
-            if packed.streams_many_rows() or (has_pieces and not self._is_small_and_cut):
+            if packed.multiplies_any_rows() or (has_pieces and not self._is_small_and_cut):
                 self._columns = packed.columns(weight, weight_OI)
         # In a tuple, so that it is no module of the model's.
         self._tied = (plain,) if isinstance(plain, TiedLinear) else None

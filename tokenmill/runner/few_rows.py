@@ -16,8 +16,8 @@ from tokenmill.kernels.tape import NotRecordable, Tape, TapeMemory, recording
 from tokenmill.models import Model
 
 _log = logging.getLogger("tokenmill")
-# With more rows the kernels take so long that the calls do not matter.
-_MOST_ROWS = 32
+# As many as all products are by kernels for (kernels/packed.py); with more the calls matter little.
+_MOST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
