@@ -32,9 +32,14 @@ def multiplies_any_rows() -> bool:
     """Whether the kernels multiply rows of bfloat16 by small weights as quickly as oneDNN, however many they
     are. Sums that oneDNN does not cut have the same bits then."""
     kernels = native.library(torch.bfloat16)
-    if kernels is None:
-        return False
-    return native_calls.most_tiled_rows(kernels) > 0 or native_calls.most_streamed_rows(kernels) > 1
+    return kernels is not None and _kernel_and_most_rows(kernels)[1] > 1
+
+
+def _kernel_and_most_rows(kernels: ctypes.CDLL) -> tuple[str, int]:
+    """The kernel that multiplies few rows on this machine, and how many those are."""
+    if most_tiled := native_calls.most_tiled_rows(kernels):
+        return "product_in_tiles", most_tiled
+    return "product_of_rows", native_calls.most_streamed_rows(kernels)
 
 
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -55,11 +60,9 @@ def product(
     is for machines that `multiplies_any_rows`."""
     kernels = None if columns is None else native.for_tensor(x_NI)
     if columns is not None and kernels is not None and len(x_NI):
-        most_tiled = native_calls.most_tiled_rows(kernels)
-        if len(x_NI) <= most_tiled or (any_rows and most_tiled):
-            return native_calls.product(kernels, "product_in_tiles", x_NI.contiguous(), columns, bias_O)
-        if len(x_NI) <= native_calls.most_streamed_rows(kernels) or any_rows:
-            return native_calls.product(kernels, "product_of_rows", x_NI.contiguous(), columns, bias_O)
+        name, most_rows = _kernel_and_most_rows(kernels)
+        if len(x_NI) <= most_rows or any_rows:
+            return native_calls.product(kernels, name, x_NI.contiguous(), columns, bias_O)
     num_rows, padded = len(x_NI), padded_rows(len(x_NI), packed.numel())
     if padded > num_rows:
         x_NI = F.pad(x_NI, (0, 0, 0, padded - num_rows))
