@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from replays import median_milliseconds
 
 from tokenmill.kernels import linear, triton_linear, triton_overlap
 from tokenmill.kernels.activation import gated_silu
@@ -185,16 +185,7 @@ def captured(step: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> tuple
 
 def milliseconds(graph: Any) -> float:
     """Median of the replays."""
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return median_milliseconds(graph, REPLAYS)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

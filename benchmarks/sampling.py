@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from replays import median_milliseconds
 
 from tokenmill.sampling import SamplingColumns, SamplingNeeds, sample
 
@@ -71,15 +72,7 @@ def milliseconds_on_gpu(call: Callable[[], object], repeats: int = 30) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return float(statistics.median(times))
+    return median_milliseconds(graph, repeats)
 
 
 def report(device: str, num_rows: int, vocab_size: int) -> None:

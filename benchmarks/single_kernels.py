@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 from unittest import mock
@@ -24,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from replays import median_milliseconds
 
 from tokenmill.attention import create_backend
 from tokenmill.attention.base import AttentionSpec
@@ -59,16 +59,7 @@ def seconds_each(calls: Iterable[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / len(calls))
-    return statistics.median(times)
+    return median_milliseconds(graph, REPLAYS) / 1e3 / len(calls)
 
 
 @functools.cache
