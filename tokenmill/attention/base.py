@@ -6,7 +6,7 @@ K key/value heads, D head size, P pages of a row's table, N pages in the pool, B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,5 +99,7 @@ class Step:
     # Tokens whose final hidden states are asked for (int64); None: all. What the last layer does after its
     # attention is computed for them only.
     needed_N: torch.Tensor | None = None
+    # The keys and values of each layer, where the step may be captured.
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     # The last layer alone: what comes out means nothing, but the kernels of all layers have been launched.
     is_rehearsal: bool = False

@@ -15,8 +15,9 @@ from torch import nn
 from tokenmill.kernels import narrow, packed
 from tokenmill.kernels.activation import gated_silu
 from tokenmill.kernels.launching import is_invariant
-from tokenmill.kernels.linear import Addend, add_norm_linear, in_blocks, linear, queries_after_norm
+from tokenmill.kernels.linear import Addend as Addend
 from tokenmill.kernels.linear import Hidden as Hidden
+from tokenmill.kernels.linear import add_norm_linear, in_blocks, linear, queries_after_norm
 from tokenmill.kernels.operands import Heads, Norm
 from tokenmill.layers.norm import RMSNorm
 

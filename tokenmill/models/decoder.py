@@ -7,14 +7,17 @@ Letters: T tokens, D hidden size, N rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
 from tokenmill.attention.base import Backend, Step
+from tokenmill.kernels.repeated_layers import RepeatedLayers
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import Embedding
-from tokenmill.layers.linear import Hidden, Linear, TiedLinear
+from tokenmill.layers.linear import Addend, Hidden, Linear, TiedLinear
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rotary import Rotary, Rotation
@@ -50,6 +53,10 @@ class DecoderLayer(nn.Module):
         output_TD, residual_TD = self.mlp(hidden_TD, residual_TD, self.post_attention_layernorm)
         return output_TD, residual_TD
 
+    def output_for(self, hidden_TD: Hidden) -> Hidden:
+        """The output of this layer, from that of another one that computed this one's."""
+        return self.mlp.down_proj.addend(hidden_TD.x_NI) if isinstance(hidden_TD, Addend) else hidden_TD
+
 
 class CausalDecoder(nn.Module):
     """A decoder with an output layer; see `models.Model` for the contract of its methods.
@@ -75,6 +82,8 @@ class CausalDecoder(nn.Module):
                 else Linear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype)
             )
         self.rotary = Rotary(spec.rope, num_positions=spec.context_length, dtype=dtype, device=device)
+        # Whether a captured layer tells how all others are computed.
+        self._are_alike = len(set(spec.attention)) == 1
         no_residual_D = torch.zeros(spec.hidden_size, dtype=dtype, device=device)
         self.register_buffer("no_residual_D", no_residual_D, persistent=False)
 
@@ -96,13 +105,37 @@ class CausalDecoder(nn.Module):
         # On a GPU one row of zeros stands for all tokens, so that nothing is launched for them.
         is_one_row = hidden_TD.is_cuda
         residual_TD = self.no_residual_D.expand_as(hidden_TD) if is_one_row else torch.zeros_like(hidden_TD)
-        for layer in self.layers[: 0 if step.is_rehearsal else -1]:
-            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, step.attention)
+        if not step.is_rehearsal:
+            hidden_TD, residual_TD = self._all_but_last(hidden_TD, residual_TD, rotation, step)
         hidden_TD, residual_TD = self.layers[-1](
             hidden_TD, residual_TD, rotation, step.attention, step.needed_N
         )
         normed_TD, _ = self.norm.add(hidden_TD, residual_TD)
         return normed_TD
+
+    def _all_but_last(
+        self, hidden_TD: Hidden, residual_TD: torch.Tensor, rotation: Rotation, step: Step
+    ) -> tuple[Hidden, torch.Tensor]:
+        """The layers before the last one; those that repeat others in a captured step are not launched."""
+        layers = cast("list[DecoderLayer]", list(self.layers)[:-1])
+
+        def launch(at: int, state: tuple[Hidden, torch.Tensor]) -> tuple[Hidden, torch.Tensor]:
+            hidden_TD, residual_TD = layers[at](*state, rotation, step.attention)
+            return hidden_TD, residual_TD
+
+        state, repeated = (hidden_TD, residual_TD), None
+        if self._are_alike and residual_TD.is_cuda:
+            repeated = RepeatedLayers.begun(partial(self._own_tensors, step))
+        if repeated is not None:
+            return repeated.run(state, launch, lambda at, hidden_TD: layers[at].output_for(hidden_TD))
+        for at in range(len(layers)):
+            state = launch(at, state)
+        return state
+
+    def _own_tensors(self, step: Step) -> list[tuple[torch.Tensor, ...]]:
+        """What no other layer reads, of each but the last."""
+        weights = [tuple(layer.parameters()) for layer in self.layers[:-1]]
+        return [(*own, *step.caches[at]) for at, own in enumerate(weights)]
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, V]"""

@@ -62,7 +62,8 @@ class Executor:
             if hidden is not None:
                 return hidden
             self._attention.plan(layout)
-            step = Step(layout.positions_T, self._attention, needed_N, is_rehearsal)
+            caches = list(zip(self._pool.keys, self._pool.values, strict=True))
+            step = Step(layout.positions_T, self._attention, needed_N, caches, is_rehearsal)
             return self._model.forward(token_ids_T, step)
 
     def forward_for_graph(

@@ -1,0 +1,241 @@
+"""Layers that are added to a graph instead of launched, on a device that is made up: its memory is a table
+from addresses to numbers, and a graph a list of kernels that a replay runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill.kernels import repeated_layers
+from tokenmill.kernels.graph_nodes import KernelNode
+from tokenmill.kernels.linear import Addend
+from tokenmill.kernels.repeated_layers import RepeatedLayers, State
+
+pytestmark = pytest.mark.unit
+
+# Each kernel's last argument is the address that it writes to.
+KERNELS: dict[int, Callable[..., float]] = {
+    1: lambda residual, x, weight: residual + 3 * x * weight,
+    2: lambda x, weight: x * weight + 1,
+    3: lambda x: 2 * x,
+    4: lambda x, y: x - 0.5 * y,
+    5: lambda x, number: x + number,
+}
+SPARE, NOBODY = torch.empty(1), [torch.empty(1) for _ in range(9)]
+NUMBERS = (64, 2**40 + 5)  # that all layers have alike
+
+
+class MadeGraph:
+    """What stands in for a captured one."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[int, KernelNode] = {}
+        self.num_added = 0
+        self.has_fork = False
+        self.read_error: Exception | None = None
+        self.add_error: Exception | None = None
+
+    @property
+    def last(self) -> int | None:
+        return None if self.has_fork else max(self.kernels, default=0)
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], int]]:
+        return [(kernel.launch, kernel.edge) for kernel in self.kernels.values()]
+
+    def launch(self, kernel: int, *operands: torch.Tensor | int, edge: int = 0) -> None:
+        words = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in operands]
+        self._append(
+            KernelNode(0, 0, edge, (kernel, 7), (8,) * len(words), False, np.array(words, np.uint64))
+        )
+
+    def kernels_since(self, first: int, last: int, *, most: int) -> list[KernelNode] | None:
+        if self.read_error is not None:
+            raise self.read_error
+        found = [kernel for node, kernel in self.kernels.items() if first < node <= last]
+        return found if len(found) <= most else None
+
+    def form(self, like: KernelNode) -> Any:
+        return Form(self, like)
+
+    def append(self, nodes: list[KernelNode], edges: list[int]) -> None:
+        if self.add_error is not None:
+            raise self.add_error
+        for node, edge in zip(nodes, edges, strict=True):
+            self._append(replace(node, edge=edge))
+            self.num_added += 1
+
+    def _append(self, kernel: KernelNode) -> None:
+        node = max(self.kernels, default=0) + 1
+        self.kernels[node] = replace(kernel, node=node, behind=node - 1)
+
+    def replay(self, memory: dict[int, float]) -> None:
+        for kernel in self.kernels.values():
+            *read, written = kernel.words.tolist()
+            numbers = [memory.get(word, word) for word in read]
+            assert all(word in memory for word in read if word > 2**41), "nobody has written that"
+            memory[written] = KERNELS[kernel.launch[0]](*numbers)
+
+
+@dataclass
+class Form:
+    graph: MadeGraph
+    like: KernelNode
+
+    def add(self, words: Any) -> KernelNode:
+        return replace(self.like, words=words.copy())
+
+
+class Model:
+    """Layers with two weights and a cache each; odd ones among them by `odd`."""
+
+    def __init__(self, graph: MadeGraph, count: int, odd: Callable[[MadeGraph, int], None]) -> None:
+        self.graph = graph
+        self.tensors = [[torch.empty(1) for _ in range(3)] for _ in range(count)]
+        self.odd = odd
+        self.in_place = False
+        self.num_launched = 0
+
+    def memory(self, first: torch.Tensor) -> dict[int, float]:
+        memory = {first.data_ptr(): 0.25}
+        for layer, (up, down, _) in enumerate(self.tensors):
+            memory[up.data_ptr()], memory[down.data_ptr()] = 0.5 + layer / 8, 1.0 - layer / 16
+        return memory
+
+    def layer(self, layer: int, state: State) -> State:
+        hidden, residual = state
+        up, down, cache = self.tensors[layer]
+        self.num_launched += 1
+        launch = self.graph.launch
+        total = residual
+        if isinstance(hidden, Addend):
+            total = residual if self.in_place else torch.empty(5)
+            launch(1, residual, hidden.x_NI, hidden.weight_OI, total)
+        wide = torch.empty(1000)
+        launch(2, total, up, wide, edge=9)
+        launch(3, wide.view(10, 100)[:, :3], cache)
+        for number in NUMBERS:
+            launch(5, cache, number, wide)
+        self.odd(self.graph, layer)
+        narrow = wide.new_empty(5)
+        launch(4, wide, cache, narrow)
+        return Addend(narrow, down, None), total
+
+    def as_output(self, layer: int, hidden: Any) -> Addend:
+        return replace(hidden, weight_OI=self.tensors[layer][1])
+
+
+def nothing(graph: MadeGraph, layer: int) -> None:
+    pass
+
+
+def outcome(model: Model, *, repeated: bool) -> tuple[float, float, set[float]]:
+    """Output and residual of the last layer, and all that the caches hold."""
+    first = torch.empty(5)
+    state: State = (first, first)
+    if repeated:
+        graph: Any = model.graph
+        state = RepeatedLayers(graph, model.tensors).run(state, model.layer, model.as_output)
+    else:
+        for layer in range(len(model.tensors)):
+            state = model.layer(layer, state)
+    hidden, residual = state
+    assert isinstance(hidden, Addend)
+    assert hidden.weight_OI is model.tensors[-1][1]
+    memory = model.memory(first)
+    model.graph.replay(memory)
+    caches = {memory[cache.data_ptr()] for _, _, cache in model.tensors}
+    return memory[hidden.x_NI.data_ptr()], memory[residual.data_ptr()], caches
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RepeatedLayers, "_may_add", True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("count", range(1, 12))
+def test_what_is_added_computes_what_is_launched(count: int, in_place: bool) -> None:
+    made, launched = Model(MadeGraph(), count, nothing), Model(MadeGraph(), count, nothing)
+    made.in_place = launched.in_place = in_place
+    assert outcome(made, repeated=True) == outcome(launched, repeated=False)
+    assert made.num_launched == min(count, 3)
+    assert made.graph.num_added == 6 * max(0, count - 3)
+    assert made.graph.shapes == launched.graph.shapes
+
+
+def another_number_in_each(graph: MadeGraph, layer: int) -> None:
+    graph.launch(5, 1, layer, SPARE)
+
+
+def other_kernels_by_turns(graph: MadeGraph, layer: int) -> None:
+    graph.launch(5 if layer % 2 else 4, 1, 1, SPARE)
+
+
+def more_and_more_kernels(graph: MadeGraph, layer: int) -> None:
+    for _ in range(layer):
+        graph.launch(3, 1, SPARE)
+
+
+def too_many_kernels(graph: MadeGraph, layer: int) -> None:
+    for _ in range(50):
+        graph.launch(3, 1, SPARE)
+
+
+def other_edges(graph: MadeGraph, layer: int) -> None:
+    graph.launch(3, 1, SPARE, edge=layer)
+
+
+def memory_of_nobody(graph: MadeGraph, layer: int) -> None:
+    graph.launch(3, 1, NOBODY[layer])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        another_number_in_each,
+        other_kernels_by_turns,
+        more_and_more_kernels,
+        too_many_kernels,
+        other_edges,
+        memory_of_nobody,
+    ],
+)
+def test_layers_that_are_not_alike_are_launched(odd: Callable[[MadeGraph, int], None]) -> None:
+    made, launched = Model(MadeGraph(), 9, odd), Model(MadeGraph(), 9, odd)
+    assert outcome(made, repeated=True) == outcome(launched, repeated=False)
+    assert (made.num_launched, made.graph.num_added) == (9, 0)
+
+
+def test_layers_may_become_alike() -> None:
+    def odd(graph: MadeGraph, layer: int) -> None:
+        if layer < 2:
+            graph.launch(3, 1, SPARE)
+
+    made, launched = Model(MadeGraph(), 9, odd), Model(MadeGraph(), 9, odd)
+    assert outcome(made, repeated=True) == outcome(launched, repeated=False)
+    assert made.num_launched == 4
+
+
+@pytest.mark.parametrize("trouble", ["fork", "reading"])
+def test_what_cannot_be_looked_at_is_launched(trouble: str) -> None:
+    made, launched = Model(MadeGraph(), 9, nothing), Model(MadeGraph(), 9, nothing)
+    made.graph.has_fork = trouble == "fork"
+    made.graph.read_error = RuntimeError("for the test") if trouble == "reading" else None
+    assert outcome(made, repeated=True) == outcome(launched, repeated=False)
+    assert made.num_launched == 9
+
+
+def test_a_driver_that_adds_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Model(MadeGraph(), 9, nothing)
+    made.graph.add_error = RuntimeError("for the test")
+    monkeypatch.setattr(repeated_layers.CapturedGraph, "current", lambda: made.graph)
+    assert RepeatedLayers.begun(lambda: made.tensors) is not None
+    with pytest.raises(RuntimeError, match="for the test"):
+        outcome(made, repeated=True)
+    assert RepeatedLayers.begun(lambda: made.tensors) is None

@@ -1,0 +1,214 @@
+"""Layers of a captured step that get into its graph without being launched.
+
+The kernels of one layer are those of another but for addresses: of weights, keys and values, and of what the
+layer computes on its way. Launching one takes the host 0.1 ms, nearly all of it Python, and a capture is some
+hundred launches; adding a node to the graph takes a tenth of that. So when a layer has turned out to be the
+one before with these addresses exchanged, all later ones are added by exchanging them again.
+
+What a layer puts out is read by the next one. So those that are added write to the memory of the two that
+were compared, by turns; nothing in it is used twice within one of these, as it otherwise would be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tokenmill.kernels.graph_nodes import CapturedGraph, KernelNode, Words
+from tokenmill.kernels.linear import Addend, Hidden
+
+_log = logging.getLogger("tokenmill")
+
+# What a layer launches at most; it is some ten.
+_MOST_KERNELS = 40
+# Layers that are launched before giving up.
+_MOST_LAUNCHED = 5
+
+# What goes from layer to layer: output and residual.
+State = tuple[Hidden, torch.Tensor]
+# The first address, and the first behind.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A layer that was launched."""
+
+    layer: int
+    kernels: list[KernelNode]
+    inputs: list[Span]  # the memory that it reads of the layer before
+    taken: list[Span]  # the memory that it took, in order
+    state: State  # what it put out
+    held: list[torch.Tensor]  # keep that memory
+
+
+class RepeatedLayers:
+    """The layers of a step, while the current stream is captured."""
+
+    _may_add = True  # until the driver has refused it
+
+    def __init__(self, graph: CapturedGraph, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._graph = graph
+        self._tensors = tensors
+
+    @classmethod
+    def begun(cls, tensors: Callable[[], Sequence[Sequence[torch.Tensor]]]) -> Self | None:
+        """`tensors`: of each layer what is its own, in the same order. None: nothing is captured, or the
+        driver is too old."""
+        graph = CapturedGraph.current() if cls._may_add else None
+        return None if graph is None else cls(graph, tensors())
+
+    def run(
+        self,
+        state: State,
+        launch: Callable[[int, State], State],
+        as_output: Callable[[int, Hidden], Hidden],
+    ) -> State:
+        """What the last one puts out. `launch` runs a layer. `as_output` knows a layer's output from another
+        layer's whose memory it is in."""
+        count, before = len(self._tensors), None
+        for layer in range(count):
+            if not 0 < layer < _MOST_LAUNCHED:
+                state = launch(layer, state)
+                continue
+            launched = self._launched(layer, state, launch)
+            state = launched.state
+            if before is not None and layer + 1 < count and self._repeats(before, launched):
+                try:
+                    self._add(before, launched, count)
+                except RuntimeError:  # this capture is void, and the next one does without
+                    RepeatedLayers._may_add = False
+                    raise
+                hidden, residual_TD = (before if (count - layer) % 2 == 0 else launched).state
+                return as_output(count - 1, hidden), residual_TD
+            before = launched
+        return state
+
+    def _launched(self, layer: int, state: State, launch: Callable[[int, State], State]) -> _Launched:
+        first, inputs = self._last(), _spans(state)
+        with _Holding() as holding:
+            state = launch(layer, state)
+        kernels = self._kernels_between(first, self._last())
+        taken = [_span(tensor) for tensor in holding.tensors]
+        return _Launched(layer, kernels, inputs, taken, state, holding.tensors)
+
+    def _last(self) -> int | None:
+        try:
+            return self._graph.last
+        except RuntimeError as error:
+            _log.debug("a graph cannot be looked at: %s", error)
+        return None
+
+    def _kernels_between(self, first: int | None, last: int | None) -> list[KernelNode]:
+        """Those launched behind a node up to another; none where they cannot be told."""
+        if first is None or last is None:
+            return []
+        try:
+            return self._graph.kernels_since(first, last, most=_MOST_KERNELS) or []
+        except RuntimeError as error:
+            _log.debug("the kernels of a layer cannot be told: %s", error)
+        return []
+
+    def _repeats(self, before: _Launched, launched: _Launched) -> bool:
+        """Whether a layer is the one before with other addresses."""
+        kernels = before.kernels
+        if not kernels or len(kernels) != len(launched.kernels) or len(before.taken) != len(launched.taken):
+            return False
+        starts = self._starts(launched.layer, launched.inputs, launched.taken)
+        for one, other in zip(kernels, launched.kernels, strict=True):
+            if (one.launch, one.sizes, one.edge) != (other.launch, other.sizes, other.edge):
+                return False
+            if not np.array_equal(self._addresses(one, before).exchanged(one.words, starts), other.words):
+                return False
+        return True
+
+    def _add(self, before: _Launched, launched: _Launched, count: int) -> None:
+        """All layers behind these two."""
+        forms = [(self._graph.form(kernel), self._addresses(kernel, before)) for kernel in before.kernels]
+        nodes, edges = [], []
+        for layer in range(launched.layer + 1, count):
+            earlier, later = (launched, before) if (layer - before.layer) % 2 == 0 else (before, launched)
+            starts = self._starts(layer, _spans(earlier.state), later.taken)
+            for (form, addresses), kernel in zip(forms, before.kernels, strict=True):
+                nodes.append(form.add(addresses.exchanged(kernel.words, starts)))
+                edges.append(kernel.edge)
+        self._graph.append(nodes, edges)
+
+    def _addresses(self, kernel: KernelNode, of: _Launched) -> _Addresses:
+        spans = [*self._own(of.layer), *of.inputs, *of.taken]
+        starts, ends = np.array(spans, dtype=np.uint64).T
+        words = kernel.words[:, None]
+        places, memories = np.nonzero((words >= starts) & (words < ends))
+        return _Addresses(places, memories, kernel.words[places] - starts[memories])
+
+    def _starts(self, layer: int, inputs: Sequence[Span], taken: Sequence[Span]) -> Words:
+        return np.array([start for start, _ in (*self._own(layer), *inputs, *taken)], dtype=np.uint64)
+
+    def _own(self, layer: int) -> list[Span]:
+        """Of the layer before, too: its last product is left to the next norm."""
+        return [_span(tensor) for own in self._tensors[layer - 1 : layer + 1] for tensor in own]
+
+
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Which arguments of a kernel are addresses, of which memory, and how far in it."""
+
+    places: Any  # int64 [A]
+    memories: Any  # int64 [A]
+    offsets: Words  # [A], bytes
+
+    def exchanged(self, words: Words, starts: Words) -> Words:
+        """The arguments with memory that starts elsewhere."""
+        exchanged = words.copy()
+        exchanged[self.places] = starts[self.memories] + self.offsets
+        return exchanged
+
+
+class _Holding(TorchDispatchMode):
+    """Keeps what takes memory within, so that none is given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*arguments, **(options or {}))
+        given = {_address(each) for each in _tensors_in(arguments)}
+        self.tensors += [each for each in _tensors_in((made,)) if _address(each) not in given]
+        return made
+
+
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors_in(value)
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its memory begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _spans(state: State) -> list[Span]:
+    hidden, residual_TD = state
+    x_TF = hidden.x_NI if isinstance(hidden, Addend) else hidden
+    return [_span(x_TF), _span(residual_TD)]
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    """All of the memory that it lies in."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
