@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tokenmill.kernels import repeated_layers
-from tokenmill.kernels.graph_nodes import KernelNode
+from tokenmill.kernels.graph_nodes import GraphNode
 from tokenmill.kernels.linear import Addend
 from tokenmill.kernels.repeated_layers import RepeatedLayers, State
 
@@ -33,8 +33,10 @@ NUMBERS = (64, 2**40 + 5)  # that all layers have alike
 class MadeGraph:
     """What stands in for a captured one."""
 
+    stream = 7
+
     def __init__(self) -> None:
-        self.kernels: dict[int, KernelNode] = {}
+        self.kernels: dict[int, GraphNode] = {}
         self.num_added = 0
         self.has_fork = False
         self.read_error: Exception | None = None
@@ -50,27 +52,18 @@ class MadeGraph:
 
     def launch(self, kernel: int, *operands: torch.Tensor | int, edge: int = 0) -> None:
         words = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in operands]
-        self._append(
-            KernelNode(0, 0, edge, (kernel, 7), (8,) * len(words), False, np.array(words, np.uint64))
-        )
+        self._append(GraphNode(0, 0, edge, np.array(words, dtype=np.uint64), (kernel, 7)))
 
-    def kernels_since(self, first: int, last: int, *, most: int) -> list[KernelNode] | None:
+    def nodes_between(self, first: int, last: int, *, most: int) -> list[GraphNode] | None:
         if self.read_error is not None:
             raise self.read_error
         found = [kernel for node, kernel in self.kernels.items() if first < node <= last]
         return found if len(found) <= most else None
 
-    def form(self, like: KernelNode) -> Any:
+    def form(self, like: GraphNode) -> Any:
         return Form(self, like)
 
-    def append(self, nodes: list[KernelNode], edges: list[int]) -> None:
-        if self.add_error is not None:
-            raise self.add_error
-        for node, edge in zip(nodes, edges, strict=True):
-            self._append(replace(node, edge=edge))
-            self.num_added += 1
-
-    def _append(self, kernel: KernelNode) -> None:
+    def _append(self, kernel: GraphNode) -> None:
         node = max(self.kernels, default=0) + 1
         self.kernels[node] = replace(kernel, node=node, behind=node - 1)
 
@@ -85,10 +78,13 @@ class MadeGraph:
 @dataclass
 class Form:
     graph: MadeGraph
-    like: KernelNode
+    like: GraphNode
 
-    def add(self, words: Any) -> KernelNode:
-        return replace(self.like, words=words.copy())
+    def launch(self, words: Any) -> None:
+        if self.graph.add_error is not None:
+            raise self.graph.add_error
+        self.graph._append(replace(self.like, words=words.copy()))
+        self.graph.num_added += 1
 
 
 class Model:
@@ -155,7 +151,7 @@ def outcome(model: Model, *, repeated: bool) -> tuple[float, float, set[float]]:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RepeatedLayers, "_may_add", True)
+    monkeypatch.setattr(RepeatedLayers, "_refused", set())
 
 
 @pytest.mark.parametrize("in_place", [False, True])

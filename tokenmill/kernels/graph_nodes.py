@@ -1,16 +1,17 @@
-"""The kernels in a CUDA graph while it is captured: reading them, and adding some that nobody launches.
+"""What is in a CUDA graph while it is captured: reading it, and launching its kernels with other arguments.
 
-By functions of the CUDA driver (12.4 and newer; "Graph Management" in its API), which have no Python form
-that is as quick: PyTorch shows no nodes, and NVIDIA's bindings make objects of all they return.
+By functions of the CUDA driver (12.4 and newer; "Graph Management" and "Execution Control" in its API), which
+have no Python form that is as quick: PyTorch shows no nodes, and NVIDIA's bindings make objects of all they
+return.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Self
 
 import numpy as np
@@ -21,22 +22,33 @@ Words = npt.NDArray[np.uint64]
 
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
-_KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
-_SET = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 _BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION and .._CLUSTER_SCHEDULING_POLICY_PREFERENCE; nothing
+# else is given to a kernel here, or by the libraries whose kernels are launched again.
+_ATTRIBUTES = (2, 4, 5)
+_OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_NORMAL_EDGE = 0
 _WORD = 8  # bytes
+_FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 _FUNCTIONS = (
     "cuFuncGetParamInfo",
-    "cuGraphAddDependencies_v2",
-    "cuGraphAddKernelNode_v2",
-    "cuGraphKernelNodeCopyAttributes",
+    "cuGraphKernelNodeGetAttribute",
     "cuGraphKernelNodeGetParams_v2",
+    "cuGraphMemsetNodeGetParams",
     "cuGraphNodeGetDependencies_v2",
     "cuGraphNodeGetType",
     "cuKernelGetParamInfo",
+    "cuLaunchKernelEx",
     "cuStreamGetCaptureInfo_v3",
-    "cuStreamUpdateCaptureDependencies_v2",
+    *_FILLS.values(),
 )
+
+
+class _Kind(IntEnum):
+    """CUgraphNodeType"""
+
+    KERNEL = 0
+    FILL = 2
 
 
 class _KernelParams(ctypes.Structure):
@@ -53,120 +65,211 @@ class _KernelParams(ctypes.Structure):
     )
 
 
+class _FillParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS"""
+
+    _fields_ = (
+        ("address", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("element_size", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = (("name", c_uint64), ("value", c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("dimensions", c_uint * 6),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class KernelNode:
-    """A kernel in a graph, as the driver tells it."""
+class GraphNode:
+    """A kernel in a graph, or memory that is filled."""
 
     node: int
     behind: int  # the node that it comes after
     edge: int  # how (CUgraphEdgeData): whether it may begin before that one has ended
-    launch: tuple[int, ...]  # which kernel, in how many blocks and threads, with how much shared memory
-    sizes: tuple[int, ...]  # of its arguments, in bytes
-    is_packed: bool  # whether it was given all of them as one
     words: Words  # its arguments one after the other, each filled up to whole words of eight bytes
+    # Which kernel, where, in how many blocks and threads, with how much shared memory and which attributes;
+    # of a fill: which bytes, and how many.
+    launch: tuple[Any, ...]
+    sizes: tuple[int, ...] = ()  # of the arguments of a kernel, in bytes
+    is_packed: bool = False  # whether it was given all of them as one
 
 
 class KernelForm:
-    """Adds kernels that differ from one in a graph in their arguments alone."""
+    """Launches a kernel of a graph with other arguments."""
 
-    def __init__(self, graph: CapturedGraph, like: KernelNode) -> None:
+    def __init__(self, graph: CapturedGraph, like: GraphNode) -> None:
         self._graph = graph
-        self._like = like
         self._words = (c_uint64 * len(like.words))()
         self._view = np.ctypeslib.as_array(self._words)
-        self._params = graph.params_of(like.node)
+        params = graph.kernel_params(like.node)
+        self._function = c_void_p(params.function or params.kernel)
+        attributes = graph.attributes(like.node)
+        if like.edge != _NORMAL_EDGE:
+            attributes[_OVERLAPS] = (1,)
+        self._attributes = (_Attribute * max(1, len(attributes)))(
+            *(_Attribute(name, (c_uint * 16)(*value)) for name, value in attributes.items())
+        )
+        self._config = _LaunchConfig(
+            params.dimensions, params.shared_bytes, graph.stream, self._attributes, len(attributes)
+        )
         address, places = ctypes.addressof(self._words), []
         for size in like.sizes:
             places.append(address)
             address += _WORD * _num_words(size)
+        self._arguments = self._packed = None
         if like.is_packed:
             self._size = c_size_t(like.sizes[0])
-            self._places = (c_void_p * 5)(_BUFFER, places[0], _BUFFER_SIZE, ctypes.addressof(self._size), 0)
-            self._params.packed = self._places
+            self._packed = (c_void_p * 5)(_BUFFER, places[0], _BUFFER_SIZE, ctypes.addressof(self._size), 0)
         else:
-            self._places = (c_void_p * max(1, len(places)))(*places)
-            self._params.arguments = self._places
+            self._arguments = (c_void_p * max(1, len(places)))(*places)
 
-    def add(self, words: Words) -> int:
-        """A node with these arguments, behind none yet."""
+    def launch(self, words: Words) -> None:
+        """Behind what was launched last."""
         self._view[:] = words
-        return self._graph.add_node(self._params, self._like.node)
+        self._graph.call(
+            "cuLaunchKernelEx", byref(self._config), self._function, self._arguments, self._packed
+        )
+
+
+class FillForm:
+    """Fills memory as a node of a graph does."""
+
+    def __init__(self, graph: CapturedGraph, like: GraphNode) -> None:
+        self._graph = graph
+        self._size, self._value, self._count = like.launch
+
+    def launch(self, words: Words) -> None:
+        """See `KernelForm.launch`."""
+        address, stream = c_uint64(int(words[0])), c_void_p(self._graph.stream)
+        self._graph.call(_FILLS[self._size], address, c_uint(self._value), c_size_t(self._count), stream)
 
 
 class CapturedGraph:
-    """The graph that the current stream is captured into."""
+    """The graph that the current stream is captured into. All raise RuntimeError where the driver refuses."""
 
-    def __init__(self, driver: ctypes.CDLL, stream: int, graph: int) -> None:
+    def __init__(self, driver: ctypes.CDLL, stream: int) -> None:
         self._driver = driver
-        self._stream = stream
-        self._graph = graph
+        self.stream = stream
         self._sizes: dict[int, tuple[int, ...]] = {}  # of the arguments of each function
 
     @classmethod
     def current(cls) -> Self | None:
-        """Of a CUDA stream. None: it is not captured, or the driver lacks what this needs.
-
-        All of these raise RuntimeError where the driver refuses something.
-        """
+        """Of a CUDA stream. None: it is not captured, or the driver lacks what this needs."""
         if not torch.cuda.is_current_stream_capturing():
             return None
         driver = _driver()
-        if driver is None:
-            return None
-        stream = torch.cuda.current_stream().cuda_stream
-        status, graph, _ = _capture_info(driver, stream)
-        return cls(driver, stream, graph) if status == _CAPTURING else None
+        return None if driver is None else cls(driver, torch.cuda.current_stream().cuda_stream)
 
     @property
     def last(self) -> int | None:
         """The node that the next one comes after; None: there are several, or none."""
-        _, _, nodes = _capture_info(self._driver, self._stream)
-        return nodes[0] if len(nodes) == 1 else None
+        status, number, graph = c_int(), c_uint64(), c_void_p()
+        nodes, edges, count = POINTER(c_void_p)(), POINTER(c_uint64)(), c_size_t()
+        found = (status, number, graph, nodes, edges, count)
+        self.call("cuStreamGetCaptureInfo_v3", c_void_p(self.stream), *(byref(each) for each in found))
+        return nodes[0] if status.value == _CAPTURING and count.value == 1 else None
 
-    def kernels_since(self, first: int, last: int, *, most: int) -> list[KernelNode] | None:
+    def nodes_between(self, first: int, last: int, *, most: int) -> list[GraphNode] | None:
         """Those behind one node up to another, the oldest first; None: something else is there, too, they do
         not form a line, or are more than `most`."""
-        found: list[KernelNode] = []
+        found: list[GraphNode] = []
         while last != first:
-            kernel = self._kernel(last) if len(found) < most else None
-            if kernel is None:
+            node = self._read(last) if len(found) < most else None
+            if node is None:
                 return None
-            found.append(kernel)
-            last = kernel.behind
+            found.append(node)
+            last = node.behind
         return found[::-1]
 
-    def _kernel(self, node: int) -> KernelNode | None:
+    def form(self, like: GraphNode) -> KernelForm | FillForm:
+        """What launches again what a node does."""
+        return KernelForm(self, like) if like.sizes else FillForm(self, like)
+
+    def kernel_params(self, node: int) -> Any:
+        """How a kernel is launched; its arguments belong to the node."""
+        params = _KernelParams()
+        self.call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
+        return params
+
+    def attributes(self, node: int) -> dict[int, tuple[int, ...]]:
+        """Those of a kernel that are not zero."""
+        found: dict[int, tuple[int, ...]] = {}
+        for name in _ATTRIBUTES:
+            value = (c_uint * 16)()
+            self.call("cuGraphKernelNodeGetAttribute", c_void_p(node), c_int(name), byref(value))
+            if any(value):
+                found[name] = tuple(value)
+        return found
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """A function of the driver."""
+        error = getattr(self._driver, name)(*arguments)
+        if error:
+            raise RuntimeError(f"{name} failed with CUDA error {error}")
+
+    def _read(self, node: int) -> GraphNode | None:
         kind = c_int()
-        self._call("cuGraphNodeGetType", c_void_p(node), byref(kind))
+        self.call("cuGraphNodeGetType", c_void_p(node), byref(kind))
         before = self._before(node)
-        if kind.value != _KERNEL or before is None:
+        if before is None:
             return None
-        params = self.params_of(node)
+        match kind.value:
+            case _Kind.KERNEL:
+                return self._read_kernel(node, before)
+            case _Kind.FILL:
+                return self._read_fill(node, before)
+        return None
+
+    def _read_kernel(self, node: int, before: tuple[int, int]) -> GraphNode | None:
+        params = self.kernel_params(node)
         if params.arguments:
             sizes = self._argument_sizes(params)
             arguments = [ctypes.string_at(params.arguments[at], size) for at, size in enumerate(sizes)]
         else:
             arguments = [_packed(params)] if params.packed else []
             sizes = tuple(len(each) for each in arguments)
+        if not sizes:
+            return None
         blob = b"".join(each.ljust(_WORD * _num_words(len(each)), b"\0") for each in arguments)
-        handles = (params.function or 0, params.kernel or 0, params.context or 0)
-        launch = (*handles, *params.dimensions, params.shared_bytes)
+        launch = (
+            *(params.function, params.kernel, params.context, *params.dimensions, params.shared_bytes),
+            *self.attributes(node).items(),
+        )
         words: Words = np.frombuffer(blob, dtype=np.uint64)
-        return KernelNode(node, *before, launch, sizes, not params.arguments, words)
+        return GraphNode(node, *before, words, launch, sizes, not params.arguments)
+
+    def _read_fill(self, node: int, before: tuple[int, int]) -> GraphNode | None:
+        fill = _FillParams()
+        self.call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(fill))
+        if fill.height != 1:
+            return None
+        launch = (fill.element_size, fill.value, fill.width)
+        return GraphNode(node, *before, np.array([fill.address], dtype=np.uint64), launch)
 
     def _before(self, node: int) -> tuple[int, int] | None:
         """The one node that another comes after, and how; None: there is not just one."""
         nodes, edges, count = (c_void_p * 2)(), (c_uint64 * 2)(), c_size_t(2)
-        self._call("cuGraphNodeGetDependencies_v2", c_void_p(node), nodes, edges, byref(count))
+        self.call("cuGraphNodeGetDependencies_v2", c_void_p(node), nodes, edges, byref(count))
         return (nodes[0] or 0, edges[0]) if count.value == 1 else None
 
-    def params_of(self, node: int) -> _KernelParams:
-        """How a kernel is launched; its arguments belong to the node."""
-        params = _KernelParams()
-        self._call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
-        return params
-
-    def _argument_sizes(self, params: _KernelParams) -> tuple[int, ...]:
+    def _argument_sizes(self, params: Any) -> tuple[int, ...]:
         handle = params.function or params.kernel
         known = self._sizes.get(handle)
         if known is None:
@@ -183,63 +286,8 @@ class CapturedGraph:
             raise RuntimeError(f"{name} failed with CUDA error {error}")
         return sizes
 
-    def form(self, like: KernelNode) -> KernelForm:
-        """For kernels like one that is there."""
-        return KernelForm(self, like)
 
-    def add_node(self, params: _KernelParams, like: int) -> int:
-        """A kernel with the attributes of another node, behind none yet."""
-        node = c_void_p()
-        self._call(
-            "cuGraphAddKernelNode_v2", byref(node), c_void_p(self._graph), None, c_size_t(0), byref(params)
-        )
-        self._call("cuGraphKernelNodeCopyAttributes", node, c_void_p(like))
-        assert node.value is not None
-        return node.value
-
-    def append(self, nodes: Sequence[int], edges: Sequence[int]) -> None:
-        """Let these nodes come one after the other behind the last one, each as its edge says; what is
-        launched next comes behind them."""
-        before = self.last
-        assert before is not None, "nodes come behind one"
-        count, data = len(nodes), (c_uint64 * len(edges))(*edges)
-        first, second = (c_void_p * count)(before, *nodes[:-1]), (c_void_p * count)(*nodes)
-        self._call("cuGraphAddDependencies_v2", c_void_p(self._graph), first, second, data, c_size_t(count))
-        last = (c_void_p * 1)(nodes[-1])
-        self._call(
-            "cuStreamUpdateCaptureDependencies_v2",
-            c_void_p(self._stream),
-            last,
-            None,
-            c_size_t(1),
-            c_uint(_SET),
-        )
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        error = getattr(self._driver, name)(*arguments)
-        if error:
-            raise RuntimeError(f"{name} failed with CUDA error {error}")
-
-
-def _capture_info(driver: ctypes.CDLL, stream: int) -> tuple[int, int, list[int]]:
-    """Whether a stream is captured, into which graph, and behind which nodes the next one comes."""
-    status, number, graph = c_int(), c_uint64(), c_void_p()
-    nodes, edges, count = POINTER(c_void_p)(), POINTER(c_uint64)(), c_size_t()
-    error = driver.cuStreamGetCaptureInfo_v3(
-        c_void_p(stream),
-        byref(status),
-        byref(number),
-        byref(graph),
-        byref(nodes),
-        byref(edges),
-        byref(count),
-    )
-    if error:
-        raise RuntimeError(f"cuStreamGetCaptureInfo_v3 failed with CUDA error {error}")
-    return status.value, graph.value or 0, [nodes[at] or 0 for at in range(count.value)]
-
-
-def _packed(params: _KernelParams) -> bytes:
+def _packed(params: Any) -> bytes:
     """Arguments that were given as one."""
     found, at = {}, 0
     while name := params.packed[at]:

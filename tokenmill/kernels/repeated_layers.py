@@ -1,11 +1,12 @@
-"""Layers of a captured step that get into its graph without being launched.
+"""Layers of a captured step that get into its graph without being run by Python.
 
 The kernels of one layer are those of another but for addresses: of weights, keys and values, and of what the
 layer computes on its way. Launching one takes the host 0.1 ms, nearly all of it Python, and a capture is some
-hundred launches; adding a node to the graph takes a tenth of that. So when a layer has turned out to be the
-one before with these addresses exchanged, all later ones are added by exchanging them again.
+hundred launches; where nothing is to be found out, the driver takes a tenth of that. So when a layer has
+turned out to be the one before with these addresses exchanged, the kernels of all later ones are launched by
+exchanging them again.
 
-What a layer puts out is read by the next one. So those that are added write to the memory of the two that
+What a layer puts out is read by the next one. So these write to the memory of the two that
 were compared, by turns; nothing in it is used twice within one of these, as it otherwise would be.
 """
 
@@ -14,13 +15,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenmill.kernels.graph_nodes import CapturedGraph, KernelNode, Words
+from tokenmill.kernels.graph_nodes import CapturedGraph, GraphNode, Words
 from tokenmill.kernels.linear import Addend, Hidden
 
 _log = logging.getLogger("tokenmill")
@@ -41,7 +42,7 @@ class _Launched:
     """A layer that was launched."""
 
     layer: int
-    kernels: list[KernelNode]
+    kernels: list[GraphNode]
     inputs: list[Span]  # the memory that it reads of the layer before
     taken: list[Span]  # the memory that it took, in order
     state: State  # what it put out
@@ -51,18 +52,19 @@ class _Launched:
 class RepeatedLayers:
     """The layers of a step, while the current stream is captured."""
 
-    _may_add = True  # until the driver has refused it
+    _refused: ClassVar[set[int]] = set()  # streams for which the driver adds nothing
 
     def __init__(self, graph: CapturedGraph, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
         self._graph = graph
         self._tensors = tensors
+        self._spans: dict[int, list[Span]] = {}  # of the tensors of each layer
 
     @classmethod
     def begun(cls, tensors: Callable[[], Sequence[Sequence[torch.Tensor]]]) -> Self | None:
         """`tensors`: of each layer what is its own, in the same order. None: nothing is captured, or the
         driver is too old."""
-        graph = CapturedGraph.current() if cls._may_add else None
-        return None if graph is None else cls(graph, tensors())
+        graph = CapturedGraph.current()
+        return None if graph is None or graph.stream in cls._refused else cls(graph, tensors())
 
     def run(
         self,
@@ -83,7 +85,7 @@ class RepeatedLayers:
                 try:
                     self._add(before, launched, count)
                 except RuntimeError:  # this capture is void, and the next one does without
-                    RepeatedLayers._may_add = False
+                    self._refused.add(self._graph.stream)
                     raise
                 hidden, residual_TD = (before if (count - layer) % 2 == 0 else launched).state
                 return as_output(count - 1, hidden), residual_TD
@@ -105,12 +107,12 @@ class RepeatedLayers:
             _log.debug("a graph cannot be looked at: %s", error)
         return None
 
-    def _kernels_between(self, first: int | None, last: int | None) -> list[KernelNode]:
+    def _kernels_between(self, first: int | None, last: int | None) -> list[GraphNode]:
         """Those launched behind a node up to another; none where they cannot be told."""
         if first is None or last is None:
             return []
         try:
-            return self._graph.kernels_since(first, last, most=_MOST_KERNELS) or []
+            return self._graph.nodes_between(first, last, most=_MOST_KERNELS) or []
         except RuntimeError as error:
             _log.debug("the kernels of a layer cannot be told: %s", error)
         return []
@@ -122,7 +124,7 @@ class RepeatedLayers:
             return False
         starts = self._starts(launched.layer, launched.inputs, launched.taken)
         for one, other in zip(kernels, launched.kernels, strict=True):
-            if (one.launch, one.sizes, one.edge) != (other.launch, other.sizes, other.edge):
+            if _how(one) != _how(other):
                 return False
             if not np.array_equal(self._addresses(one, before).exchanged(one.words, starts), other.words):
                 return False
@@ -131,16 +133,18 @@ class RepeatedLayers:
     def _add(self, before: _Launched, launched: _Launched, count: int) -> None:
         """All layers behind these two."""
         forms = [(self._graph.form(kernel), self._addresses(kernel, before)) for kernel in before.kernels]
-        nodes, edges = [], []
+        last = self._graph.last
         for layer in range(launched.layer + 1, count):
             earlier, later = (launched, before) if (layer - before.layer) % 2 == 0 else (before, launched)
             starts = self._starts(layer, _spans(earlier.state), later.taken)
             for (form, addresses), kernel in zip(forms, before.kernels, strict=True):
-                nodes.append(form.add(addresses.exchanged(kernel.words, starts)))
-                edges.append(kernel.edge)
-        self._graph.append(nodes, edges)
+                form.launch(addresses.exchanged(kernel.words, starts))
+            if layer == launched.layer + 1:
+                added = self._kernels_between(last, self._graph.last)
+                if [_how(kernel) for kernel in added] != [_how(kernel) for kernel in before.kernels]:
+                    raise RuntimeError("the driver does not launch kernels as they are in the graph")
 
-    def _addresses(self, kernel: KernelNode, of: _Launched) -> _Addresses:
+    def _addresses(self, kernel: GraphNode, of: _Launched) -> _Addresses:
         spans = [*self._own(of.layer), *of.inputs, *of.taken]
         starts, ends = np.array(spans, dtype=np.uint64).T
         words = kernel.words[:, None]
@@ -152,7 +156,10 @@ class RepeatedLayers:
 
     def _own(self, layer: int) -> list[Span]:
         """Of the layer before, too: its last product is left to the next norm."""
-        return [_span(tensor) for own in self._tensors[layer - 1 : layer + 1] for tensor in own]
+        for each in (layer - 1, layer):
+            if each not in self._spans:
+                self._spans[each] = [_extent(tensor) for tensor in self._tensors[each]]
+        return self._spans[layer - 1] + self._spans[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,11 @@ class _Addresses:
         exchanged = words.copy()
         exchanged[self.places] = starts[self.memories] + self.offsets
         return exchanged
+
+
+def _how(kernel: GraphNode) -> tuple[Any, ...]:
+    """All of a kernel but its arguments."""
+    return kernel.launch, kernel.sizes, kernel.is_packed, kernel.edge
 
 
 class _Holding(TorchDispatchMode):
@@ -205,6 +217,12 @@ def _spans(state: State) -> list[Span]:
     hidden, residual_TD = state
     x_TF = hidden.x_NI if isinstance(hidden, Addend) else hidden
     return [_span(x_TF), _span(residual_TD)]
+
+
+def _extent(tensor: torch.Tensor) -> Span:
+    """The memory of a tensor without gaps."""
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
 
 
 def _span(tensor: torch.Tensor) -> Span:

@@ -7,7 +7,7 @@ Letters: T tokens, D hidden size, N rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -124,7 +124,7 @@ class CausalDecoder(nn.Module):
             return hidden_TD, residual_TD
 
         state, repeated = (hidden_TD, residual_TD), None
-        if self._are_alike and residual_TD.is_cuda:
+        if self._are_alike and step.caches and residual_TD.is_cuda:
             repeated = RepeatedLayers.begun(partial(self._own_tensors, step))
         if repeated is not None:
             return repeated.run(state, launch, lambda at, hidden_TD: layers[at].output_for(hidden_TD))
@@ -134,8 +134,12 @@ class CausalDecoder(nn.Module):
 
     def _own_tensors(self, step: Step) -> list[tuple[torch.Tensor, ...]]:
         """What no other layer reads, of each but the last."""
-        weights = [tuple(layer.parameters()) for layer in self.layers[:-1]]
-        return [(*own, *step.caches[at]) for at, own in enumerate(weights)]
+        return [(*own, *caches) for own, caches in zip(self._weights, step.caches[:-1], strict=True)]
+
+    @cached_property
+    def _weights(self) -> list[tuple[nn.Parameter, ...]]:
+        """Of each layer but the last; to look for them takes a millisecond."""
+        return [tuple(layer.parameters()) for layer in self.layers[:-1]]
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, V]"""
