@@ -25,6 +25,9 @@ _SLOW_SIZE = 448
 _LANE_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 # By so many rows, or to twice as many, any batch may be padded for a while.
 _COARSE = 64
+# For more rows products are by a library, whose kernels are loaded when they are captured for the first time:
+# the device ends all that it runs before. So sizes between powers of two are captured only when wanted.
+_MOST_AHEAD = 256
 # What a row costs: its products at half the speed of a large GPU, and its share of all the rest. With some
 # hundred rows products wait for other things, and one of padding costs less.
 _FLOPS_PER_SECOND = 4e14
@@ -79,7 +82,8 @@ class CapturePolicy:
         """`sizes`, ascending up to `most`, are those of `batch_sizes` where none are given."""
         self._sizes = list(sizes or batch_sizes(most))
         self._doubling = [size for size in self._sizes if size & (size - 1) == 0 or size == most]
-        self._in_order_of_use = sorted(self._sizes, key=order_of_use)
+        ahead = [size for size in self._sizes if size <= _MOST_AHEAD or size in self._doubling]
+        self._ahead = sorted(ahead, key=order_of_use)
         self._row_seconds = row_seconds
         self._captured: defaultdict[Hashable, list[int]] = defaultdict(list)  # ascending
         self._padding_seconds = 0.0
@@ -110,12 +114,12 @@ class CapturePolicy:
         return exact
 
     def lacking(self, kind: Hashable, num_rows: int) -> list[int]:
-        """Of the sizes that up to so many rows would use those that are not captured: that of all rows first,
-        then the most useful ones."""
+        """Of the sizes that up to so many rows would use those that are not captured, and are worth it before
+        they are wanted: that of all rows first, then the most useful ones."""
         captured = set(self._captured[kind])
         most = at_least(self._sizes, min(num_rows, self._sizes[-1]))
-        lacking = [size for size in self._in_order_of_use if size <= most and size not in captured]
-        return sorted(lacking, key=lambda size: size != most)
+        useful = [size for size in self._ahead if size < most]
+        return [size for size in (most, *useful) if size not in captured]
 
     def are_ready(self, kind: Hashable, num_rows: int) -> bool:
         """Whether no number of rows up to this one would wait for a capture, or be padded by many rows."""
