@@ -167,7 +167,6 @@ class CapturedGraph:
     def __init__(self, driver: ctypes.CDLL, stream: int) -> None:
         self._driver = driver
         self.stream = stream
-        self._sizes: dict[int, tuple[int, ...]] = {}  # of the arguments of each function
 
     @classmethod
     def current(cls) -> Self | None:
@@ -271,10 +270,10 @@ class CapturedGraph:
 
     def _argument_sizes(self, params: Any) -> tuple[int, ...]:
         handle = params.function or params.kernel
-        known = self._sizes.get(handle)
+        known = _SIZES.get(handle)
         if known is None:
             name = "cuFuncGetParamInfo" if params.function else "cuKernelGetParamInfo"
-            known = self._sizes[handle] = tuple(self._sizes_by(name, handle))
+            known = _SIZES[handle] = tuple(self._sizes_by(name, handle))
         return known
 
     def _sizes_by(self, name: str, handle: int) -> list[int]:
@@ -285,6 +284,10 @@ class CapturedGraph:
         if error != _INVALID_VALUE:  # which tells that there are no more
             raise RuntimeError(f"{name} failed with CUDA error {error}")
         return sizes
+
+
+# Of the arguments of each kernel, by its handle: whoever has loaded one keeps it until the process ends.
+_SIZES: dict[int, tuple[int, ...]] = {}
 
 
 def _packed(params: Any) -> bytes:

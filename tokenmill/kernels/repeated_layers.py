@@ -57,7 +57,6 @@ class RepeatedLayers:
     def __init__(self, graph: CapturedGraph, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
         self._graph = graph
         self._tensors = tensors
-        self._spans: dict[int, list[Span]] = {}  # of the tensors of each layer
 
     @classmethod
     def begun(cls, tensors: Callable[[], Sequence[Sequence[torch.Tensor]]]) -> Self | None:
@@ -145,21 +144,19 @@ class RepeatedLayers:
                     raise RuntimeError("the driver does not launch kernels as they are in the graph")
 
     def _addresses(self, kernel: GraphNode, of: _Launched) -> _Addresses:
-        spans = [*self._own(of.layer), *of.inputs, *of.taken]
+        spans = [*map(_extent, self._own(of.layer)), *of.inputs, *of.taken]
         starts, ends = np.array(spans, dtype=np.uint64).T
         words = kernel.words[:, None]
         places, memories = np.nonzero((words >= starts) & (words < ends))
         return _Addresses(places, memories, kernel.words[places] - starts[memories])
 
     def _starts(self, layer: int, inputs: Sequence[Span], taken: Sequence[Span]) -> Words:
-        return np.array([start for start, _ in (*self._own(layer), *inputs, *taken)], dtype=np.uint64)
+        own = [tensor.data_ptr() for tensor in self._own(layer)]
+        return np.array(own + [start for start, _ in (*inputs, *taken)], dtype=np.uint64)
 
-    def _own(self, layer: int) -> list[Span]:
+    def _own(self, layer: int) -> list[torch.Tensor]:
         """Of the layer before, too: its last product is left to the next norm."""
-        for each in (layer - 1, layer):
-            if each not in self._spans:
-                self._spans[each] = [_extent(tensor) for tensor in self._tensors[each]]
-        return self._spans[layer - 1] + self._spans[layer]
+        return [*self._tensors[layer - 1], *self._tensors[layer]]
 
 
 @dataclass(frozen=True, slots=True)
