@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokenmill as sgl
+from tokenmill.kernels.repeated_layers import RepeatedLayers
 from tokenmill.messages import Lane, StepPlan
 from tokenmill.runner.runner import LocalRunner
 
@@ -80,7 +81,7 @@ def run_in_lanes(engine: sgl.Engine, lanes: list[Lane], **arguments: Any) -> lis
 def test_tokens_are_those_of_one_step_at_a_time(
     make_model: Callable[..., Path], lanes: list[Lane], family: str, temperature: float
 ) -> None:
-    folder = str(make_model(family, head_dim=64, max_position_embeddings=1024))
+    folder = str(make_model(family, head_dim=64, max_position_embeddings=1024, num_hidden_layers=6))
     asked = params(temperature=temperature)
     with sgl.Engine(model_path=folder, dtype="float32", steps_in_flight=1, **ARGUMENTS) as engine:
         plain = engine.generate(input_ids=prompts(), sampling_params=asked)
@@ -89,6 +90,7 @@ def test_tokens_are_those_of_one_step_at_a_time(
         apart = [run_in_lanes(engine, lanes, sampling_params=asked) for _ in range(2)]
     assert lanes.count(Lane.PROMPTS) > 2
     assert lanes.count(Lane.DECODES) > 2
+    assert not RepeatedLayers._refused  # layers that repeat others have their lane's processors, too
     for results in apart:
         assert [each["output_ids"] for each in results] == [each["output_ids"] for each in plain]
 

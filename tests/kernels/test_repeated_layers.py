@@ -33,7 +33,7 @@ NUMBERS = (64, 2**40 + 5)  # that all layers have alike
 class MadeGraph:
     """What stands in for a captured one."""
 
-    stream = 7
+    stream, memory_bytes = 7, 2**40
 
     def __init__(self) -> None:
         self.kernels: dict[int, GraphNode] = {}
@@ -41,6 +41,7 @@ class MadeGraph:
         self.has_fork = False
         self.read_error: Exception | None = None
         self.add_error: Exception | None = None
+        self.spoil: Callable[[GraphNode], GraphNode] = lambda kernel: kernel
 
     @property
     def last(self) -> int | None:
@@ -83,7 +84,7 @@ class Form:
     def launch(self, words: Any) -> None:
         if self.graph.add_error is not None:
             raise self.graph.add_error
-        self.graph._append(replace(self.like, words=words.copy()))
+        self.graph._append(self.graph.spoil(replace(self.like, words=words.copy())))
         self.graph.num_added += 1
 
 
@@ -92,7 +93,7 @@ class Model:
 
     def __init__(self, graph: MadeGraph, count: int, odd: Callable[[MadeGraph, int], None]) -> None:
         self.graph = graph
-        self.tensors = [[torch.empty(1) for _ in range(3)] for _ in range(count)]
+        self.tensors = [[torch.empty(4) for _ in range(3)] for _ in range(count)]
         self.odd = odd
         self.in_place = False
         self.num_launched = 0
@@ -101,6 +102,7 @@ class Model:
         memory = {first.data_ptr(): 0.25}
         for layer, (up, down, _) in enumerate(self.tensors):
             memory[up.data_ptr()], memory[down.data_ptr()] = 0.5 + layer / 8, 1.0 - layer / 16
+            memory[up[2:].data_ptr()] = layer / 4
         return memory
 
     def layer(self, layer: int, state: State) -> State:
@@ -108,18 +110,25 @@ class Model:
         up, down, cache = self.tensors[layer]
         self.num_launched += 1
         launch = self.graph.launch
+        early = torch.empty(1000)  # written before the input is read, and read after it
+        launch(3, up[2:], early)
         total = residual
         if isinstance(hidden, Addend):
             total = residual if self.in_place else torch.empty(5)
             launch(1, residual, hidden.x_NI, hidden.weight_OI, total)
-        wide = torch.empty(1000)
-        launch(2, total, up, wide, edge=9)
-        launch(3, wide.view(10, 100)[:, :3], cache)
+        first = torch.empty(1000)
+        launch(2, total, up, first[7:], edge=9)
+        launch(3, first[7:].view(331, 3)[:, :2], cache)
+        first.zero_()  # nothing that a kernel does, but an operation that takes no memory
+        del first  # what comes next would have its memory, if nobody held it
+        (wide,) = torch._foreach_neg([torch.empty(1000)])
+        launch(3, cache, wide)
         for number in NUMBERS:
             launch(5, cache, number, wide)
         self.odd(self.graph, layer)
-        narrow = wide.new_empty(5)
-        launch(4, wide, cache, narrow)
+        narrow = wide.new_empty(1000)[500:]
+        launch(4, wide, cache, wide)
+        launch(4, wide, early, narrow)
         return Addend(narrow, down, None), total
 
     def as_output(self, layer: int, hidden: Any) -> Addend:
@@ -161,7 +170,7 @@ def test_what_is_added_computes_what_is_launched(count: int, in_place: bool) -> 
     made.in_place = launched.in_place = in_place
     assert outcome(made, repeated=True) == outcome(launched, repeated=False)
     assert made.num_launched == min(count, 3)
-    assert made.graph.num_added == 6 * max(0, count - 3)
+    assert made.graph.num_added == 9 * max(0, count - 3)
     assert made.graph.shapes == launched.graph.shapes
 
 
@@ -227,11 +236,71 @@ def test_what_cannot_be_looked_at_is_launched(trouble: str) -> None:
     assert made.num_launched == 9
 
 
-def test_a_driver_that_adds_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_added_layers_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Model(MadeGraph(), 9, nothing)
     made.graph.add_error = RuntimeError("for the test")
     monkeypatch.setattr(repeated_layers.CapturedGraph, "current", lambda: made.graph)
     assert RepeatedLayers.begun(lambda: made.tensors) is not None
+    others = [[torch.empty(size) for _ in range(3)] for size in (8, 8, 9)]
+    assert RepeatedLayers.begun(lambda: others) is None
+    assert RepeatedLayers.begun(lambda: [*made.tensors, []]) is None
+    odd = [[torch.empty(4)[1:] for _ in range(3)] for _ in range(9)]
+    assert RepeatedLayers.begun(lambda: odd) is None  # kernels of some layers may be others
     with pytest.raises(RuntimeError, match="for the test"):
         outcome(made, repeated=True)
     assert RepeatedLayers.begun(lambda: made.tensors) is None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda kernel: replace(kernel, edge=kernel.edge + 1), id="edge"),
+        pytest.param(lambda kernel: replace(kernel, words=kernel.words + np.uint64(8)), id="arguments"),
+        pytest.param(lambda kernel: replace(kernel, launch=(3, 8)), id="blocks"),
+    ],
+)
+def test_what_the_driver_launches_is_looked_at(spoil: Callable[[GraphNode], GraphNode]) -> None:
+    made = Model(MadeGraph(), 9, nothing)
+    made.graph.spoil = spoil
+    with pytest.raises(RuntimeError, match="other ones"):
+        outcome(made, repeated=True)
+    assert RepeatedLayers._refused == {made.graph.stream}
+
+
+def test_memory_that_was_taken_unseen_may_be_used_for_something_else() -> None:
+    """Within an operation, say, which gave it back: the next layer's output is there."""
+    x, y, z, unseen, weight = (torch.empty(100) for _ in range(5))
+    spans = [repeated_layers._span(each) for each in (x, y, z, unseen, weight)]
+    graph: Any = MadeGraph()
+    layers = RepeatedLayers(graph, [[weight]] * 3)
+
+    def launched(layer: int, came: int, went: int) -> repeated_layers._Launched:
+        starts = [start for start, _ in spans]
+        words = np.array([starts[came], starts[3], starts[went]], dtype=np.uint64)
+        kernel = GraphNode(1, 0, 0, words, (1,))
+        state = (x, x)
+        return repeated_layers._Launched(layer, [kernel], [spans[came]] * 2, [spans[went]], state, [])
+
+    assert layers._repeats(launched(1, 0, 1), launched(2, 1, 2))
+    assert not layers._repeats(launched(1, 0, 1), launched(2, 1, 3))
+
+
+def test_layers_that_take_much_memory_are_launched() -> None:
+    """Twice a layer's would be held."""
+    taken = 4 * (5 + 5 * 1000)
+    for spare, num_launched in ((-1, 9), (0, 3)):
+        made, launched = Model(MadeGraph(), 9, nothing), Model(MadeGraph(), 9, nothing)
+        made.graph.memory_bytes = 100 * 2 * taken + spare
+        assert outcome(made, repeated=True) == outcome(launched, repeated=False)
+        assert made.num_launched == num_launched
+
+
+def test_what_a_layer_took_is_held() -> None:
+    graph: Any = MadeGraph()
+    model = Model(graph, 3, nothing)
+    state = model.layer(0, (torch.empty(5), torch.empty(5)))
+    launched = RepeatedLayers(graph, model.tensors)._launched(1, state, model.layer)
+    assert [start for start, _ in launched.taken] == [
+        repeated_layers._address(each) for each in launched.held
+    ]
+    assert launched.num_bytes == 4 * (5 + 5 * 1000)

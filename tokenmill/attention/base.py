@@ -99,7 +99,7 @@ class Step:
     # Tokens whose final hidden states are asked for (int64); None: all. What the last layer does after its
     # attention is computed for them only.
     needed_N: torch.Tensor | None = None
-    # The keys and values of each layer, where the step may be captured.
+    # The keys and values of each layer; without them a captured step runs all of its layers.
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     # The last layer alone: what comes out means nothing, but the kernels of all layers have been launched.
     is_rehearsal: bool = False

@@ -23,9 +23,9 @@ Words = npt.NDArray[np.uint64]
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE
-# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION and .._CLUSTER_SCHEDULING_POLICY_PREFERENCE; nothing
-# else is given to a kernel here, or by the libraries whose kernels are launched again.
-_ATTRIBUTES = (2, 4, 5)
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION, .._CLUSTER_SCHEDULING_POLICY_PREFERENCE and
+# .._PREFERRED_CLUSTER_DIMENSION. Others tell of the stream, or how a kernel begins, as its edge does.
+_ATTRIBUTES = (2, 4, 5, 11)
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NORMAL_EDGE = 0
 _WORD = 8  # bytes
@@ -164,9 +164,10 @@ class FillForm:
 class CapturedGraph:
     """The graph that the current stream is captured into. All raise RuntimeError where the driver refuses."""
 
-    def __init__(self, driver: ctypes.CDLL, stream: int) -> None:
+    def __init__(self, driver: ctypes.CDLL, stream: int, memory_bytes: int) -> None:
         self._driver = driver
         self.stream = stream
+        self.memory_bytes = memory_bytes  # of the device
 
     @classmethod
     def current(cls) -> Self | None:
@@ -174,7 +175,10 @@ class CapturedGraph:
         if not torch.cuda.is_current_stream_capturing():
             return None
         driver = _driver()
-        return None if driver is None else cls(driver, torch.cuda.current_stream().cuda_stream)
+        if driver is None:
+            return None
+        memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return cls(driver, torch.cuda.current_stream().cuda_stream, memory_bytes)
 
     @property
     def last(self) -> int | None:
@@ -212,8 +216,10 @@ class CapturedGraph:
         found: dict[int, tuple[int, ...]] = {}
         for name in _ATTRIBUTES:
             value = (c_uint * 16)()
-            self.call("cuGraphKernelNodeGetAttribute", c_void_p(node), c_int(name), byref(value))
-            if any(value):
+            error = self._driver.cuGraphKernelNodeGetAttribute(c_void_p(node), c_int(name), byref(value))
+            if error not in (0, _INVALID_VALUE):  # which tells that the driver knows no such attribute
+                raise RuntimeError(f"cuGraphKernelNodeGetAttribute failed with CUDA error {error}")
+            if not error and any(value):
                 found[name] = tuple(value)
         return found
 
@@ -306,9 +312,12 @@ def _num_words(size: int) -> int:
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """None: it is not there, or lacks something."""
+    """None: it is not there, or lacks something. Its functions return at once while a stream is captured, and
+    some hundred are called, so the interpreter is not let go of: another thread would have it for a while."""
+    if torch.version.cuda is None:
+        return None
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.PyDLL("libcuda.so.1")
     except OSError:
         return None
     return driver if all(hasattr(driver, name) for name in _FUNCTIONS) else None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,10 +27,14 @@ from tokenmill.kernels.linear import Addend, Hidden
 
 _log = logging.getLogger("tokenmill")
 
+# Triton compiles other code for addresses that are no multiples of this.
+_ALIGNMENT = 16
 # What a layer launches at most; it is some ten.
 _MOST_KERNELS = 40
-# Layers that are launched before giving up.
+# Layers that are followed before giving up.
 _MOST_LAUNCHED = 5
+# Of the device's memory, what two layers may take; more is left to others.
+_SHARE_OF_MEMORY = 0.01
 
 # What goes from layer to layer: output and residual.
 State = tuple[Hidden, torch.Tensor]
@@ -39,31 +44,43 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A layer that was launched."""
+    """A layer that Python has run."""
 
     layer: int
-    kernels: list[GraphNode]
+    kernels: list[GraphNode]  # none if they cannot be told
     inputs: list[Span]  # the memory that it reads of the layer before
     taken: list[Span]  # the memory that it took, in order
     state: State  # what it put out
     held: list[torch.Tensor]  # keep that memory
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(end - start for start, end in self.taken)
+
 
 class RepeatedLayers:
     """The layers of a step, while the current stream is captured."""
 
-    _refused: ClassVar[set[int]] = set()  # streams for which the driver adds nothing
+    _refused: ClassVar[set[int]] = set()  # streams into which the driver has launched nothing
 
     def __init__(self, graph: CapturedGraph, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
         self._graph = graph
         self._tensors = tensors
+        starts = [[tensor.data_ptr() for tensor in own] for own in tensors]
+        self._own_starts: Words = np.array(starts, dtype=np.uint64)  # [layers, tensors]
 
     @classmethod
     def begun(cls, tensors: Callable[[], Sequence[Sequence[torch.Tensor]]]) -> Self | None:
-        """`tensors`: of each layer what is its own, in the same order. None: nothing is captured, or the
-        driver is too old."""
+        """`tensors`: of each layer its weights, keys and values, in the same order. None: nothing is
+        captured, the driver is too old or has refused before, or not all layers can be alike."""
         graph = CapturedGraph.current()
-        return None if graph is None or graph.stream in cls._refused else cls(graph, tensors())
+        if graph is None or graph.stream in cls._refused:
+            return None
+        own = tensors()
+        if any(_forms(each) != _forms(own[0]) for each in own):
+            return None
+        layers = cls(graph, own)
+        return None if (layers._own_starts % _ALIGNMENT).any() else layers
 
     def run(
         self,
@@ -71,24 +88,21 @@ class RepeatedLayers:
         launch: Callable[[int, State], State],
         as_output: Callable[[int, Hidden], Hidden],
     ) -> State:
-        """What the last one puts out. `launch` runs a layer. `as_output` knows a layer's output from another
-        layer's whose memory it is in."""
-        count, before = len(self._tensors), None
+        """What the last one puts out. `launch` runs a layer by Python. `as_output` knows a layer's output
+        from another layer's whose memory it is in."""
+        count, before, is_followed = len(self._tensors), None, True
         for layer in range(count):
-            if not 0 < layer < _MOST_LAUNCHED:
+            if layer == 0 or not is_followed:
                 state = launch(layer, state)
                 continue
             launched = self._launched(layer, state, launch)
             state = launched.state
             if before is not None and layer + 1 < count and self._repeats(before, launched):
-                try:
-                    self._add(before, launched, count)
-                except RuntimeError:  # this capture is void, and the next one does without
-                    self._refused.add(self._graph.stream)
-                    raise
+                self._add(before, launched)
                 hidden, residual_TD = (before if (count - layer) % 2 == 0 else launched).state
                 return as_output(count - 1, hidden), residual_TD
-            before = launched
+            is_followed = self._is_followed(launched)
+            before = launched if is_followed else None
         return state
 
     def _launched(self, layer: int, state: State, launch: Callable[[int, State], State]) -> _Launched:
@@ -99,10 +113,16 @@ class RepeatedLayers:
         taken = [_span(tensor) for tensor in holding.tensors]
         return _Launched(layer, kernels, inputs, taken, state, holding.tensors)
 
+    def _is_followed(self, launched: _Launched) -> bool:
+        """Whether the next layer may turn out to be this one again."""
+        most_bytes = _SHARE_OF_MEMORY * self._graph.memory_bytes
+        is_small = 2 * launched.num_bytes <= most_bytes
+        return bool(launched.kernels) and is_small and launched.layer + 1 < _MOST_LAUNCHED
+
     def _last(self) -> int | None:
         try:
             return self._graph.last
-        except RuntimeError as error:
+        except Exception as error:
             _log.debug("a graph cannot be looked at: %s", error)
         return None
 
@@ -112,7 +132,7 @@ class RepeatedLayers:
             return []
         try:
             return self._graph.nodes_between(first, last, most=_MOST_KERNELS) or []
-        except RuntimeError as error:
+        except Exception as error:
             _log.debug("the kernels of a layer cannot be told: %s", error)
         return []
 
@@ -123,36 +143,56 @@ class RepeatedLayers:
             return False
         starts = self._starts(launched.layer, launched.inputs, launched.taken)
         for one, other in zip(kernels, launched.kernels, strict=True):
+            addresses = self._addresses(one, before)
             if _how(one) != _how(other):
                 return False
-            if not np.array_equal(self._addresses(one, before).exchanged(one.words, starts), other.words):
+            if not np.array_equal(addresses.exchanged(one.words, starts), other.words):
+                return False
+            # What took memory unseen and gave it back: later layers may have something else there.
+            if _are_within(np.delete(one.words, addresses.places), launched.taken).any():
                 return False
         return True
 
-    def _add(self, before: _Launched, launched: _Launched, count: int) -> None:
-        """All layers behind these two."""
+    def _add(self, before: _Launched, launched: _Launched) -> None:
+        """All layers behind these two. If that fails the capture is void, and the next one does without."""
+        try:
+            self._launch_rest(before, launched)
+        except Exception as error:
+            self._refused.add(self._graph.stream)
+            raise RuntimeError(f"layers cannot be launched by the driver: {error}") from error
+
+    def _launch_rest(self, before: _Launched, launched: _Launched) -> None:
         forms = [(self._graph.form(kernel), self._addresses(kernel, before)) for kernel in before.kernels]
-        last = self._graph.last
-        for layer in range(launched.layer + 1, count):
+        last, first = self._graph.last, launched.layer + 1
+        for layer in range(first, len(self._tensors)):
             earlier, later = (launched, before) if (layer - before.layer) % 2 == 0 else (before, launched)
             starts = self._starts(layer, _spans(earlier.state), later.taken)
-            for (form, addresses), kernel in zip(forms, before.kernels, strict=True):
-                form.launch(addresses.exchanged(kernel.words, starts))
-            if layer == launched.layer + 1:
-                added = self._kernels_between(last, self._graph.last)
-                if [_how(kernel) for kernel in added] != [_how(kernel) for kernel in before.kernels]:
-                    raise RuntimeError("the driver does not launch kernels as they are in the graph")
+            words = [
+                addresses.exchanged(kernel.words, starts)
+                for (_, addresses), kernel in zip(forms, before.kernels, strict=True)
+            ]
+            for (form, _), arguments in zip(forms, words, strict=True):
+                form.launch(arguments)
+            if layer == first and not self._are_launched(last, before.kernels, words):
+                raise RuntimeError("they would be other ones")
+
+    def _are_launched(self, last: int | None, like: list[GraphNode], words: list[Words]) -> bool:
+        """Whether the kernels behind a node are those of a layer with these arguments."""
+        found = self._kernels_between(last, self._graph.last)
+        return len(found) == len(like) and all(
+            _how(one) == _how(other) and np.array_equal(one.words, arguments)
+            for one, other, arguments in zip(found, like, words, strict=True)
+        )
 
     def _addresses(self, kernel: GraphNode, of: _Launched) -> _Addresses:
         spans = [*map(_extent, self._own(of.layer)), *of.inputs, *of.taken]
-        starts, ends = np.array(spans, dtype=np.uint64).T
-        words = kernel.words[:, None]
-        places, memories = np.nonzero((words >= starts) & (words < ends))
+        places, memories = np.nonzero(_are_within(kernel.words, spans))
+        starts = np.array([start for start, _ in spans], dtype=np.uint64)
         return _Addresses(places, memories, kernel.words[places] - starts[memories])
 
     def _starts(self, layer: int, inputs: Sequence[Span], taken: Sequence[Span]) -> Words:
-        own = [tensor.data_ptr() for tensor in self._own(layer)]
-        return np.array(own + [start for start, _ in (*inputs, *taken)], dtype=np.uint64)
+        others = np.array([start for start, _ in (*inputs, *taken)], dtype=np.uint64)
+        return np.concatenate((self._own_starts[layer - 1 : layer + 1].reshape(-1), others))
 
     def _own(self, layer: int) -> list[torch.Tensor]:
         """Of the layer before, too: its last product is left to the next norm."""
@@ -172,6 +212,17 @@ class _Addresses:
         exchanged = words.copy()
         exchanged[self.places] = starts[self.memories] + self.offsets
         return exchanged
+
+
+def _are_within(words: Words, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """[words, spans]"""
+    starts, ends = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
+    within: npt.NDArray[np.bool_] = (words[:, None] >= starts) & (words[:, None] < ends)
+    return within
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
 
 
 def _how(kernel: GraphNode) -> tuple[Any, ...]:

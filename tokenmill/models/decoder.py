@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from tokenmill.attention.base import Backend, Step
-from tokenmill.kernels.repeated_layers import RepeatedLayers
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import Embedding
 from tokenmill.layers.linear import Addend, Hidden, Linear, TiedLinear
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rotary import Rotary, Rotation
+from tokenmill.layers.stack import run_layers
 from tokenmill.models.spec import ModelSpec
 
 
@@ -116,24 +116,24 @@ class CausalDecoder(nn.Module):
     def _all_but_last(
         self, hidden_TD: Hidden, residual_TD: torch.Tensor, rotation: Rotation, step: Step
     ) -> tuple[Hidden, torch.Tensor]:
-        """The layers before the last one; those that repeat others in a captured step are not launched."""
+        """The layers before the last one."""
         layers = cast("list[DecoderLayer]", list(self.layers)[:-1])
 
-        def launch(at: int, state: tuple[Hidden, torch.Tensor]) -> tuple[Hidden, torch.Tensor]:
+        def run(at: int, state: tuple[Hidden, torch.Tensor]) -> tuple[Hidden, torch.Tensor]:
             hidden_TD, residual_TD = layers[at](*state, rotation, step.attention)
             return hidden_TD, residual_TD
 
-        state, repeated = (hidden_TD, residual_TD), None
-        if self._are_alike and step.caches and residual_TD.is_cuda:
-            repeated = RepeatedLayers.begun(partial(self._own_tensors, step))
-        if repeated is not None:
-            return repeated.run(state, launch, lambda at, hidden_TD: layers[at].output_for(hidden_TD))
-        for at in range(len(layers)):
-            state = launch(at, state)
-        return state
+        may_repeat = self._are_alike and bool(step.caches) and residual_TD.is_cuda
+        return run_layers(
+            len(layers),
+            (hidden_TD, residual_TD),
+            run,
+            as_output=lambda at, hidden_TD: layers[at].output_for(hidden_TD),
+            own_tensors=partial(self._own_tensors, step) if may_repeat else None,
+        )
 
     def _own_tensors(self, step: Step) -> list[tuple[torch.Tensor, ...]]:
-        """What no other layer reads, of each but the last."""
+        """Weights, keys and values of each layer but the last."""
         return [(*own, *caches) for own, caches in zip(self._weights, step.caches[:-1], strict=True)]
 
     @cached_property
