@@ -23,9 +23,9 @@ Words = npt.NDArray[np.uint64]
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE
-# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION, .._CLUSTER_SCHEDULING_POLICY_PREFERENCE and
-# .._PREFERRED_CLUSTER_DIMENSION. Others tell of the stream, or how a kernel begins, as its edge does.
-_ATTRIBUTES = (2, 4, 5, 11)
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION and .._CLUSTER_SCHEDULING_POLICY_PREFERENCE. Others tell
+# of the stream, or how a kernel begins, as its edge does, or only make it quicker on later devices.
+_ATTRIBUTES = (2, 4, 5)
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NORMAL_EDGE = 0
 _WORD = 8  # bytes
@@ -216,10 +216,8 @@ class CapturedGraph:
         found: dict[int, tuple[int, ...]] = {}
         for name in _ATTRIBUTES:
             value = (c_uint * 16)()
-            error = self._driver.cuGraphKernelNodeGetAttribute(c_void_p(node), c_int(name), byref(value))
-            if error not in (0, _INVALID_VALUE):  # which tells that the driver knows no such attribute
-                raise RuntimeError(f"cuGraphKernelNodeGetAttribute failed with CUDA error {error}")
-            if not error and any(value):
+            self.call("cuGraphKernelNodeGetAttribute", c_void_p(node), c_int(name), byref(value))
+            if any(value):
                 found[name] = tuple(value)
         return found
 

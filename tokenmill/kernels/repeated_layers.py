@@ -6,8 +6,8 @@ hundred launches; where nothing is to be found out, the driver takes a tenth of 
 turned out to be the one before with these addresses exchanged, the kernels of all later ones are launched by
 exchanging them again.
 
-What a layer puts out is read by the next one. So these write to the memory of the two that
-were compared, by turns; nothing in it is used twice within one of these, as it otherwise would be.
+What a layer puts out is read by the next one. So these write to the memory of the two that were compared, by
+turns; nothing in it is used twice within one of these, as it otherwise would be.
 """
 
 from __future__ import annotations
