@@ -23,8 +23,8 @@ Words = npt.NDArray[np.uint64]
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE
-# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION and .._CLUSTER_SCHEDULING_POLICY_PREFERENCE. Others tell
-# of the stream, or how a kernel begins, as its edge does, or only make it quicker on later devices.
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._CLUSTER_DIMENSION and .._CLUSTER_SCHEDULING_POLICY_PREFERENCE. Others
+# are of the stream, or tell how a kernel begins, as its edge does, or only make it quicker on later devices.
 _ATTRIBUTES = (2, 4, 5)
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NORMAL_EDGE = 0
