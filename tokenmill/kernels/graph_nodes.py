@@ -12,7 +12,7 @@ import functools
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,25 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+class KernelLaunch(NamedTuple):
+    """How a kernel is launched, but for its arguments."""
+
+    function: int | None  # a handle in one context,
+    kernel: int | None  # and one in any
+    context: int | None
+    dimensions: tuple[int, ...]  # of the grid, and of a block
+    shared_bytes: int
+    attributes: tuple[tuple[int, tuple[int, ...]], ...]  # those that are not zero
+
+
+class Fill(NamedTuple):
+    """With what memory is filled."""
+
+    element_size: int  # bytes
+    value: int
+    num_elements: int
+
+
 @dataclass(frozen=True, slots=True)
 class GraphNode:
     """A kernel in a graph, or memory that is filled."""
@@ -104,9 +123,7 @@ class GraphNode:
     behind: int  # the node that it comes after
     edge: int  # how (CUgraphEdgeData): whether it may begin before that one has ended
     words: Words  # its arguments one after the other, each filled up to whole words of eight bytes
-    # Which kernel, where, in how many blocks and threads, with how much shared memory and which attributes;
-    # of a fill: which bytes, and how many.
-    launch: tuple[Any, ...]
+    launch: KernelLaunch | Fill
     sizes: tuple[int, ...] = ()  # of the arguments of a kernel, in bytes
     is_packed: bool = False  # whether it was given all of them as one
 
@@ -114,20 +131,17 @@ class GraphNode:
 class KernelForm:
     """Launches a kernel of a graph with other arguments."""
 
-    def __init__(self, graph: CapturedGraph, like: GraphNode) -> None:
+    def __init__(self, graph: CapturedGraph, like: GraphNode, how: KernelLaunch) -> None:
         self._graph = graph
         self._words = (c_uint64 * len(like.words))()
         self._view = np.ctypeslib.as_array(self._words)
-        params = graph.kernel_params(like.node)
-        self._function = c_void_p(params.function or params.kernel)
-        attributes = graph.attributes(like.node)
-        if like.edge != _NORMAL_EDGE:
-            attributes[_OVERLAPS] = (1,)
-        self._attributes = (_Attribute * max(1, len(attributes)))(
-            *(_Attribute(name, (c_uint * 16)(*value)) for name, value in attributes.items())
-        )
+        self._function = c_void_p(how.function or how.kernel)
+        overlaps = () if like.edge == _NORMAL_EDGE else ((_OVERLAPS, (1,)),)
+        attributes = [_Attribute(name, (c_uint * 16)(*value)) for name, value in how.attributes + overlaps]
+        self._attributes = (_Attribute * max(1, len(attributes)))(*attributes)
+        dimensions = (c_uint * 6)(*how.dimensions)
         self._config = _LaunchConfig(
-            params.dimensions, params.shared_bytes, graph.stream, self._attributes, len(attributes)
+            dimensions, how.shared_bytes, graph.stream, self._attributes, len(attributes)
         )
         address, places = ctypes.addressof(self._words), []
         for size in like.sizes:
@@ -151,14 +165,16 @@ class KernelForm:
 class FillForm:
     """Fills memory as a node of a graph does."""
 
-    def __init__(self, graph: CapturedGraph, like: GraphNode) -> None:
+    def __init__(self, graph: CapturedGraph, fill: Fill) -> None:
         self._graph = graph
-        self._size, self._value, self._count = like.launch
+        self._fill = fill
 
     def launch(self, words: Words) -> None:
         """See `KernelForm.launch`."""
-        address, stream = c_uint64(int(words[0])), c_void_p(self._graph.stream)
-        self._graph.call(_FILLS[self._size], address, c_uint(self._value), c_size_t(self._count), stream)
+        fill, address, stream = self._fill, c_uint64(int(words[0])), c_void_p(self._graph.stream)
+        self._graph.call(
+            _FILLS[fill.element_size], address, c_uint(fill.value), c_size_t(fill.num_elements), stream
+        )
 
 
 class CapturedGraph:
@@ -203,23 +219,8 @@ class CapturedGraph:
 
     def form(self, like: GraphNode) -> KernelForm | FillForm:
         """What launches again what a node does."""
-        return KernelForm(self, like) if like.sizes else FillForm(self, like)
-
-    def kernel_params(self, node: int) -> Any:
-        """How a kernel is launched; its arguments belong to the node."""
-        params = _KernelParams()
-        self.call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
-        return params
-
-    def attributes(self, node: int) -> dict[int, tuple[int, ...]]:
-        """Those of a kernel that are not zero."""
-        found: dict[int, tuple[int, ...]] = {}
-        for name in _ATTRIBUTES:
-            value = (c_uint * 16)()
-            self.call("cuGraphKernelNodeGetAttribute", c_void_p(node), c_int(name), byref(value))
-            if any(value):
-                found[name] = tuple(value)
-        return found
+        how = like.launch
+        return FillForm(self, how) if isinstance(how, Fill) else KernelForm(self, like, how)
 
     def call(self, name: str, *arguments: Any) -> None:
         """A function of the driver."""
@@ -241,8 +242,9 @@ class CapturedGraph:
         return None
 
     def _read_kernel(self, node: int, before: tuple[int, int]) -> GraphNode | None:
-        params = self.kernel_params(node)
-        if params.arguments:
+        params = _KernelParams()
+        self.call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
+        if params.arguments:  # they belong to the node
             sizes = self._argument_sizes(params)
             arguments = [ctypes.string_at(params.arguments[at], size) for at, size in enumerate(sizes)]
         else:
@@ -251,10 +253,9 @@ class CapturedGraph:
         if not sizes:
             return None
         blob = b"".join(each.ljust(_WORD * _num_words(len(each)), b"\0") for each in arguments)
-        launch = (
-            *(params.function, params.kernel, params.context, *params.dimensions, params.shared_bytes),
-            *self.attributes(node).items(),
-        )
+        handles = (params.function, params.kernel, params.context)
+        dimensions = tuple(params.dimensions)
+        launch = KernelLaunch(*handles, dimensions, params.shared_bytes, self._attributes(node))
         words: Words = np.frombuffer(blob, dtype=np.uint64)
         return GraphNode(node, *before, words, launch, sizes, not params.arguments)
 
@@ -263,8 +264,17 @@ class CapturedGraph:
         self.call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(fill))
         if fill.height != 1:
             return None
-        launch = (fill.element_size, fill.value, fill.width)
-        return GraphNode(node, *before, np.array([fill.address], dtype=np.uint64), launch)
+        how = Fill(fill.element_size, fill.value, fill.width)
+        return GraphNode(node, *before, np.array([fill.address], dtype=np.uint64), how)
+
+    def _attributes(self, node: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        found = []
+        for name in _ATTRIBUTES:
+            value = (c_uint * 16)()
+            self.call("cuGraphKernelNodeGetAttribute", c_void_p(node), c_int(name), byref(value))
+            if any(value):
+                found.append((name, tuple(value)))
+        return tuple(found)
 
     def _before(self, node: int) -> tuple[int, int] | None:
         """The one node that another comes after, and how; None: there is not just one."""
