@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,8 +182,11 @@ def test_weights_are_cast(save_checkpoint: Save) -> None:
 @pytest.mark.skipif(not narrow.has_kernel(torch.float32), reason="weights of bfloat16 are not kept here")
 def test_weights_that_stay_bfloat16_are_never_all_in_float32(save_checkpoint: Save) -> None:
     folder, _ = save_checkpoint("llama", hidden_size=768, intermediate_size=3072, num_hidden_layers=6)
-    peak, num_numbers = map(int, subprocess.check_output([sys.executable, "-c", _LOADING, folder]).split())
-    assert peak < 3 * num_numbers
+    # Freed memory goes back to the system at once: how much of it an allocator keeps differs from run to run.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    output = subprocess.check_output([sys.executable, "-c", _LOADING, folder], env=environment)
+    peak, num_numbers = map(int, output.split())
+    assert peak < 2.5 * num_numbers
 
 
 # Prints how much memory that no file backs a load takes at most, and how many weights it loads.
