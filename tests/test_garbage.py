@@ -79,14 +79,14 @@ def test_a_call_leaves_few_young_objects_to_be_looked_through_at_its_end(
 ) -> None:
     """Pages of prompts among them; all of them at once would be some milliseconds for which it waits."""
     gc.enable()
-    monkeypatch.setattr(garbage, "_MANY_YOUNG", 300)
+    monkeypatch.setattr(garbage, "_MANY_YOUNG", 150)
     looked_through: list[tuple[int, bool]] = []
 
     def note(phase: str, facts: dict[str, int]) -> None:
         if phase == "start":
             looked_through.append((gc.get_count()[0], gc.isenabled()))
 
-    prompts = [[index + 1] * 600 for index in range(60)]
+    prompts = [[index + 1] * 300 for index in range(60)]
     gc.collect()
     gc.callbacks.append(note)
     try:
