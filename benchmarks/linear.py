@@ -153,11 +153,11 @@ class Network:
             )
             product = qkv.view(len(residual), -1, self.shape.head_dim)  # `x` may be pieces
             q, _ = rotate_and_store(product, rotation, layer.head_norms, cache)
-            x = linear.addend(q.flatten(1), layer.output, None)
+            x = linear.Addend(q.flatten(1), layer.output, None)
             x, residual = add_norm_linear(
                 x, residual, layer.inner_norm, weight_OI=layer.gate_up, bias_O=None, gated=True
             )
-            x = linear.addend(x, layer.down, None)
+            x = linear.Addend(x, layer.down, None)
         x, _ = add_rms_norm(x, residual, layer.input_norm.weight_I, layer.input_norm.epsilon)
         return linear.linear(x, self.head, None)
 

@@ -67,9 +67,9 @@ def test_greedy_tokens_are_those_of_transformers(
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every short step with prompts gets a graph at once; says of each whether it was replayed."""
-    from tokenmill.runner import prompt_graphs
+    from tokenmill.runner import prompt_graphs, recorder
 
-    monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(recorder.Recorder, "is_ready", True)  # it waits for kernels that are compiled
     monkeypatch.setattr(prompt_graphs, "_PADDING_SECONDS", 0.0)
     replay, steps = prompt_graphs.PromptGraphs.replay, []
 

@@ -33,6 +33,7 @@ class GraphCalls:
     full_for: str | None = None  # there is no memory for graphs whose title begins so
     capture_seconds: float = 0.0  # that a capture seems to take
     captures_ahead: bool = False  # while prompts are computed, which takes the interpreter long
+    compiles: bool = False  # whether kernels seem to be compiled yet
     failing: frozenset[int] = frozenset()  # replays that cannot be launched, as `replayed` counts them
 
 
@@ -63,6 +64,10 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
         def __init__(self, *_: object) -> None:
             pass
 
+        @property
+        def is_ready(self) -> bool:
+            return not calls.compiles
+
         def record(
             self,
             step: Callable[[], Any],
@@ -89,7 +94,6 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
     monkeypatch.setattr(hardware, "_attention_backend", lambda *_: "triton")
     monkeypatch.setattr(graph_sets, "Recorder", Again)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(prompt_graphs, "_STEPS_BEFORE_CAPTURE", 0)
     monkeypatch.setattr(prompt_graphs, "FIRST_CAPTURE_SECONDS", 0.0)
     monkeypatch.setattr(triton_backend, "SHARING_BYTES", 0)  # these models are too small for it to pay
     return calls

@@ -96,6 +96,11 @@ class Recorder:
         self._num_bytes: int | None = 0  # None: not known since the last capture
 
     @property
+    def is_ready(self) -> bool:
+        """Whether a capture would begin at once."""
+        return self._kernels is None or self._kernels.is_over
+
+    @property
     def num_bytes(self) -> int:
         """Device memory that the graphs hold."""
         if self._num_bytes is None:  # looking at all memory takes a tenth of a second
