@@ -158,7 +158,8 @@ class Network:
                 x, residual, layer.inner_norm, weight_OI=layer.gate_up, bias_O=None, gated=True
             )
             x = linear.Addend(x, layer.down, None)
-        x, _ = add_rms_norm(x, residual, layer.input_norm.weight_I, layer.input_norm.epsilon)
+        hidden = linear.computed(x)
+        x, _ = add_rms_norm(hidden, residual, layer.input_norm.weight_I, layer.input_norm.epsilon)
         return linear.linear(x, self.head, None)
 
 

@@ -44,6 +44,7 @@ def test_outputs_follow_and_neighbours_do_not_notice(graphs: bool) -> None:
     with sgl.Engine(
         model_path="tiny",
         device="cuda",
+        dtype="float32",
         disable_cuda_graph=not graphs,
         constrained_json_disable_any_whitespace=True,  # it would fill the outputs of a hot temperature
     ) as engine:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,19 @@ def test_every_kernel_is_compiled_at_the_start(
                 together = [beginning + own for own in prompts(*[length] * number)]
                 engine.generate(input_ids=together, sampling_params=greedy(4))
         assert compiled == []
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_nothing_waits_for_the_compiler_of_torch(backend: str) -> None:
+    """It takes some seconds to import."""
+    code = (
+        "import sys, tokenmill\n"
+        f"with tokenmill.Engine(model_path='tiny', device='cuda', attention_backend={backend!r}) as engine:\n"
+        "    for prompts in (['Once'], ['Once'] * 9, ['Once upon a time. ' * 300]):\n"
+        "        engine.generate(prompts, {'max_new_tokens': 20, 'top_p': 0.9, 'frequency_penalty': 0.1})\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_captures_need_no_run_before_them(

@@ -3,6 +3,8 @@ from addresses to numbers, and a graph a list of kernels that a replay runs on i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -304,3 +306,16 @@ def test_what_a_layer_took_is_held() -> None:
         repeated_layers._address(each) for each in launched.held
     ]
     assert launched.num_bytes == 4 * (5 + 5 * 1000)
+
+
+def test_what_is_held_is_not_looked_at_by_a_compiler() -> None:
+    """Torch's takes some seconds to import, which the first capture would wait for."""
+    code = (
+        "import sys, torch\n"
+        "from tokenmill.kernels.repeated_layers import _Holding\n"
+        "with _Holding() as holding:\n"
+        "    torch.zeros(3) + 1\n"
+        "assert len(holding.tensors) == 2\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -237,6 +237,11 @@ class _Holding(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[torch.Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # To be skipped by torch's compiler, which nobody uses here, it would be imported: for some seconds.
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
     ) -> Any:

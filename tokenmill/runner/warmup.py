@@ -138,6 +138,7 @@ class Scout:
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind())
+            self._prefill_few()
             self._prefill_many()
             if not self._placement.deterministic:
                 compile_tilings(self._placement.dtype, self._placement.device)
@@ -198,6 +199,15 @@ class Scout:
     def _forward(self, size: int, kind: StepKind) -> Forwarded:
         return decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
 
+    def _prefill_few(self) -> None:
+        """Short steps of a prompt: the product before its attention is of another kind than that of rows."""
+        placement = self._placement
+        if placement.attention_backend != "triton" or placement.deterministic:
+            return
+        for size in _TILED:
+            if size <= placement.max_step_tokens:
+                self._prefill(size, 1)
+
     def _prefill_many(self) -> None:
         """Steps so long that the last tokens of their prompts are read as rows are, and pieces put together.
 
@@ -212,12 +222,12 @@ class Scout:
         smaller = (0, *PROMPTS_OF_LONG[:-1])
         rooms = (size for size, below in zip(PROMPTS_OF_LONG, smaller, strict=True) if below <= most)
         for size in sorted({*rooms, min(self._many_rows, most), min(self._most_rows, most)}):
-            self._prefill(size)
+            self._prefill(max(MANY_TOKENS, size), size)
 
-    def _prefill(self, num_prompts: int) -> None:
+    def _prefill(self, num_tokens: int, num_prompts: int) -> None:
         """A step of so many prompts as it is captured, all on the spare row."""
         shape = StepShape(
-            tokens=max(MANY_TOKENS, num_prompts),
+            tokens=num_tokens,
             decodes=0,
             prompts=num_prompts,
             long_queries=False,
