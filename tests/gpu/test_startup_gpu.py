@@ -80,6 +80,8 @@ def test_every_kernel_is_compiled_at_the_start(
             for _ in range(2):  # the second time their prefixes are cached
                 engine.generate(input_ids=batch, sampling_params=params)
                 engine.generate(input_ids=batch[7], sampling_params=params)
+        for length in (14, 60, 120, 180, 250):
+            engine.generate(input_ids=prompts(length), sampling_params=greedy(1))
         # Long steps of many prompts, whose rows make 2,048 heads, then 4,096; with a common beginning,
         # so do the rows that decode, which have pieces to put together.
         for number, length in ((210, 11), (450, 6)):

@@ -18,6 +18,7 @@ from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
 from tokenmill.kernels.launching import measured, on_processors
 from tokenmill.kernels.linear import compile_tilings
+from tokenmill.kernels.product_tilings import VERY_FEW_ROWS
 from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
@@ -54,6 +55,8 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
 _SHORT_PROMPT = ((16, 0),)
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
 _TILED = (16, 32, 64, 128, 192, 256)
+# Of these, where the queries, keys and values of rows may go by tiles that prompts have no use for.
+_TILED_IN_HEADS = tuple(size for size in _TILED if size > VERY_FEW_ROWS)
 _PLAIN = SamplingNeeds(random=True, filters=False)
 _FILTERED = SamplingNeeds(random=True, filters=True)
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.
@@ -200,11 +203,11 @@ class Scout:
         return decode_forward(self._executor, self._rows, self._rows.spare_inputs(size), kind)
 
     def _prefill_few(self) -> None:
-        """Short steps of a prompt: the product before its attention is of another kind than that of rows."""
+        """Short steps of a prompt: the product before its attention may be of another kind than in decode."""
         placement = self._placement
         if placement.attention_backend != "triton" or placement.deterministic:
             return
-        for size in _TILED:
+        for size in _TILED_IN_HEADS:
             if size <= placement.max_step_tokens:
                 self._prefill(size, 1)
 
