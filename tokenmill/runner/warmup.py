@@ -18,7 +18,6 @@ from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
 from tokenmill.kernels.launching import measured, on_processors
 from tokenmill.kernels.linear import compile_tilings
-from tokenmill.kernels.product_tilings import VERY_FEW_ROWS
 from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
 from tokenmill.kvcache.pool import PagePool
 from tokenmill.messages import IntArray, StepPlan
@@ -56,7 +55,7 @@ _SHORT_PROMPT = ((16, 0),)
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
 _TILED = (16, 32, 64, 128, 192, 256)
 # Of these, where the queries, keys and values of rows may go by tiles that prompts have no use for.
-_TILED_IN_HEADS = tuple(size for size in _TILED if size > VERY_FEW_ROWS)
+_TILED_IN_HEADS = (64, 128, 192, 256)
 _PLAIN = SamplingNeeds(random=True, filters=False)
 _FILTERED = SamplingNeeds(random=True, filters=True)
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.
