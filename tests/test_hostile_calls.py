@@ -32,7 +32,7 @@ from tokenmill.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.cpu
 
-NUM_CALLS = int(os.environ.get("TOKENMILL_HOSTILE_CALLS", "6000"))
+NUM_CALLS = int(os.environ.get("TOKENMILL_HOSTILE_CALLS", "4000"))
 SEED = int(os.environ.get("TOKENMILL_HOSTILE_SEED", "1"))
 BLOCK = 500
 MOST_SECONDS = 20
