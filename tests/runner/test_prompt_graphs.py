@@ -357,6 +357,23 @@ def test_long_steps_of_prompts_are_captured_before_they_come(
         assert result["output_ids"] == transformers_greedy(folder, prompt, 1)
 
 
+def test_with_many_graphs_a_short_shape_gets_one_when_it_comes_again(
+    make_model: Callable[..., Path], graphs_on_the_cpu: GraphCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "_MANY_GRAPHS", 1)
+    with uncached(make_model("llama", num_hidden_layers=1)) as engine:
+        for length, captured, replayed in [
+            (5, 1, 1),
+            (20, 1, 1),
+            (40, 1, 1),
+            (21, 2, 2),
+            (41, 3, 3),
+            (42, 3, 4),
+        ]:
+            engine.generate(input_ids=list(range(length)), sampling_params={"max_new_tokens": 1})
+            assert (len(graphs_on_the_cpu.captured), graphs_on_the_cpu.replayed) == (captured, replayed)
+
+
 def test_only_so_many_shapes_get_a_graph(
     make_model: Callable[..., Path],
     transformers_greedy: Callable[..., list[int]],

@@ -14,7 +14,7 @@ Shapes: T tokens of the step, D rows that decode, P rows with prompts, R = D + P
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -45,8 +45,9 @@ _log = logging.getLogger("tokenmill")
 # Capturing a step and replaying it takes no longer than launching it kernel by kernel, so it is captured when
 # its shape first comes. Where a larger graph serves, a shape gets its own when the padding of its steps has
 # taken as long as a capture.
-# A graph holds some memory of the device; those of the first shapes stay.
-_MOST_GRAPHS = 128
+# A graph holds some memory of the device; those of the first shapes stay. So with many of them a short step,
+# which may never come again, gets none until it does.
+_MOST_GRAPHS, _MANY_GRAPHS = 128, 64
 # Steps that take the device longer than the host takes to launch them kernel by kernel need no graph.
 _LAUNCH_SECONDS = 0.025
 _TOKENS = (
@@ -147,6 +148,7 @@ class PromptGraphs:
         self._full_step = full_step
         self._has_memory = True  # for more graphs
         self._capture_seconds = FIRST_CAPTURE_SECONDS  # what a capture takes, by the last one
+        self._steps: Counter[StepShape] = Counter()  # launched kernel by kernel
         self._padding_seconds: defaultdict[StepShape, float] = defaultdict(float)  # of steps in larger graphs
         self._graphs: dict[StepShape, _Captured] = {}
 
@@ -251,9 +253,11 @@ class PromptGraphs:
     def _is_due(self, shape: StepShape, larger: StepShape | None) -> bool:
         """Whether a shape that has come now gets a graph of its own; a larger one may serve instead."""
         if larger is None:
+            self._steps[shape] += 1
             # Until all kernels are compiled a short step, which may be all that somebody asks for, waits for
             # no more than its own.
-            return shape.tokens >= _LONG_STEP or self._recorder.is_ready
+            comes_again = self._steps[shape] > 1 or len(self._graphs) < _MANY_GRAPHS
+            return shape.tokens >= _LONG_STEP or (self._recorder.is_ready and comes_again)
         self._padding_seconds[shape] += self._padding(shape, larger)
         return self._padding_seconds[shape] >= self._capture_seconds
 
