@@ -33,7 +33,7 @@ class GraphCalls:
     full_for: str | None = None  # there is no memory for graphs whose title begins so
     capture_seconds: float = 0.0  # that a capture seems to take
     captures_ahead: bool = False  # while prompts are computed, which takes the interpreter long
-    compiles: bool = False  # whether kernels seem to be compiled yet
+    compiles: bool = False  # whether kernels are still being compiled, it seems
     failing: frozenset[int] = frozenset()  # replays that cannot be launched, as `replayed` counts them
 
 

@@ -67,22 +67,20 @@ class Within:
 class MadeSets(GraphSets):
     """Up to 256 rows. Lanes open when they were asked for a second time, if they `can_open`."""
 
-    def __init__(self, *, has_graphs: bool = True, can_open: bool = True, is_over: bool = True) -> None:
+    def __init__(self, *, has_graphs: bool = True, can_open: bool = True, is_ready: bool = True) -> None:
         self.captured: list[tuple[Lane, int]] = []
         self.told: list[Exception] = []
-        self.kernels = SimpleNamespace(is_over=is_over)
+        self.recorder = SimpleNamespace(is_ready=is_ready)
         self.num_asked = 0
         self.can_open = can_open
         self.num_caught_up = 0
         self.has_room = True
         lanes: Any = SimpleNamespace(within=lambda lane: Within(), are_open=self._open, close=lambda: None)
         lanes.catch_up = self._catch_up
-        kernels: Any = self.kernels
         super().__init__(
             lambda: self._made(Lane.WHOLE, None) if has_graphs else None,
             lambda: self._made(Lane.DECODES, lane_sizes(256)),
             lanes,
-            kernels=kernels,
             has_room=lambda: self.has_room,
             tell=self.told.append,
         )
@@ -101,6 +99,7 @@ class MadeSets(GraphSets):
             decodes=MadeDecodes(policy, self.captured, lane),
             prompts=MadePrompts(self.captured),
             draws=SimpleNamespace(close=lambda: None),
+            recorders=(self.recorder,),
         )
 
 
@@ -155,10 +154,10 @@ def test_nothing_waits_for_lanes_that_open() -> None:
 
 
 def test_nothing_waits_for_kernels_that_are_compiled() -> None:
-    sets = MadeSets(is_over=False)
+    sets = MadeSets(is_ready=False)
     assert not sets.prepare_more(256)
     assert sets.captured == []
-    sets.kernels.is_over = True
+    sets.recorder.is_ready = True
     assert sets.prepare_more(256)
     assert sets.captured == [(W, 256)]
 

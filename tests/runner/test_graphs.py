@@ -171,7 +171,6 @@ def test_graphs_that_fail_are_told_of_once(caplog: pytest.LogCaptureFixture) -> 
         lambda: failing,
         fail,
         Lanes(torch.device("cpu"), None),
-        kernels=None,
         has_room=lambda: True,
         tell=runner._tell_of_graphs,
     )

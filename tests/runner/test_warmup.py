@@ -139,7 +139,6 @@ def test_a_scout_runs_steps_of_many_prompts(
 def test_a_scout_runs_the_kernels(
     make_model: Callable[..., Path], triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "_TILED_IN_HEADS", ())
     monkeypatch.setattr(warmup, "_TILED", ())  # more rows of the same kernels take the interpreter a minute
     with torch.inference_mode():
         scout(make_model("qwen3"), context_length=2).compile().wait()

@@ -65,7 +65,6 @@ class GraphSets:
         open_beside: Callable[[], StepGraphs],
         lanes: Lanes,
         *,
-        kernels: ParallelCompilation | None,
         has_room: Callable[[], bool],
         tell: Callable[[Exception], object],
     ) -> None:
@@ -74,7 +73,6 @@ class GraphSets:
         self._open_whole = open_whole
         self._open_beside = open_beside
         self._lanes = lanes
-        self._kernels = kernels
         self._has_room = has_room
         self._tell = tell
         self._num_failures = 0  # of captures of those that nobody wants yet
@@ -148,7 +146,7 @@ class GraphSets:
         """See `messages.Runner`."""
         if self.whole is None or self._num_failures >= _MOST_FAILURES:
             return False
-        if self._kernels is not None and not self._kernels.is_over:
+        if not all(recorder.is_ready for recorder in self.whole.recorders):
             return False
         lacking = self._lacking(num_rows)
         if lacking is None or not self._has_room():

@@ -42,9 +42,6 @@ _Made = TypeVar("_Made")
 _Ints = TypeVar("_Ints", IntArray, torch.Tensor)
 _log = logging.getLogger("tokenmill")
 
-# Capturing a step and replaying it takes no longer than launching it kernel by kernel, so it is captured when
-# its shape first comes. Where a larger graph serves, a shape gets its own when the padding of its steps has
-# taken as long as a capture.
 # A graph holds some memory of the device; those of the first shapes stay. So with many of them a short step,
 # which may never come again, gets none until it does.
 _MOST_GRAPHS, _MANY_GRAPHS = 128, 64
@@ -251,11 +248,13 @@ class PromptGraphs:
         return True
 
     def _is_due(self, shape: StepShape, larger: StepShape | None) -> bool:
-        """Whether a shape that has come now gets a graph of its own; a larger one may serve instead."""
+        """Whether a shape that has come now gets a graph of its own. A larger one may serve until the padding
+        of the shape's steps has taken as long as a capture."""
         if larger is None:
             self._steps[shape] += 1
-            # Until all kernels are compiled a short step, which may be all that somebody asks for, waits for
-            # no more than its own.
+            # Capturing a step and replaying it takes no longer than launching it kernel by kernel. But until
+            # all kernels are compiled a short step, which may be all that somebody asks for, waits for no
+            # more than its own.
             comes_again = self._steps[shape] > 1 or len(self._graphs) < _MANY_GRAPHS
             return shape.tokens >= _LONG_STEP or (self._recorder.is_ready and comes_again)
         self._padding_seconds[shape] += self._padding(shape, larger)

@@ -101,7 +101,6 @@ class LocalRunner:
             partial(open_graphs, *shared, spec.vocab_size, self._kernels),
             partial(open_lane_graphs, *shared, self._lanes),
             self._lanes,
-            kernels=self._kernels,
             has_room=partial(has_room_to_spare, self._device),
             tell=self._tell_of_graphs,
         )

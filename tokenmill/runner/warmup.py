@@ -54,8 +54,8 @@ _STEPS: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
 _SHORT_PROMPT = ((16, 0),)
 # Products in graphs choose their tiles by the number of rows in this measure, also those of short prompts.
 _TILED = (16, 32, 64, 128, 192, 256)
-# Of these, where the queries, keys and values of rows may go by tiles that prompts have no use for.
-_TILED_IN_HEADS = (64, 128, 192, 256)
+# With more than these, queries, keys and values of rows may go by tiles that prompts have no use for.
+_FEW_TILED = 32
 _PLAIN = SamplingNeeds(random=True, filters=False)
 _FILTERED = SamplingNeeds(random=True, filters=True)
 # Of the free memory, what the largest step may take; the pages of the pool share the rest.
@@ -140,9 +140,9 @@ class Scout:
             powers = (2**power for power in range(most.bit_length()))
             for size in sorted({*powers, most, *_TILED}):
                 self._decode(size, StepKind())
-            self._prefill_few()
-            self._prefill_many()
             if not self._placement.deterministic:
+                self._prefill_few()
+                self._prefill_many()
                 compile_tilings(self._placement.dtype, self._placement.device)
             if self._may_have_grammars:
                 self._mask()
@@ -203,11 +203,8 @@ class Scout:
 
     def _prefill_few(self) -> None:
         """Short steps of a prompt: the product before its attention may be of another kind than in decode."""
-        placement = self._placement
-        if placement.attention_backend != "triton" or placement.deterministic:
-            return
-        for size in _TILED_IN_HEADS:
-            if size <= placement.max_step_tokens:
+        for size in _TILED:
+            if _FEW_TILED < size <= self._placement.max_step_tokens:
                 self._prefill(size, 1)
 
     def _prefill_many(self) -> None:
@@ -215,19 +212,18 @@ class Scout:
 
         A graph has room for more prompts than may run; without one there are as many as there are.
         """
-        placement = self._placement
-        if placement.attention_backend != "triton" or placement.deterministic:
+        if self._placement.max_step_tokens < MANY_TOKENS:
             return
-        if placement.max_step_tokens < MANY_TOKENS:
-            return
-        most = placement.max_running_requests
+        most = self._placement.max_running_requests
         smaller = (0, *PROMPTS_OF_LONG[:-1])
         rooms = (size for size, below in zip(PROMPTS_OF_LONG, smaller, strict=True) if below <= most)
         for size in sorted({*rooms, min(self._many_rows, most), min(self._most_rows, most)}):
             self._prefill(max(MANY_TOKENS, size), size)
 
     def _prefill(self, num_tokens: int, num_prompts: int) -> None:
-        """A step of so many prompts as it is captured, all on the spare row."""
+        """A step of so many prompts as it is captured, all on the spare row; see `_decode`."""
+        if self._placement.attention_backend != "triton":
+            return
         shape = StepShape(
             tokens=num_tokens,
             decodes=0,
