@@ -36,7 +36,7 @@ from tokenmill.kernels.rotary import rotate
 from tokenmill.kernels.sharing import SharedPrefixes
 from tokenmill.kernels.triton_attention import PagedRows
 from tokenmill.kernels.triton_decode import Tiling
-from tokenmill.kernels.triton_prefill import PrefillTiling
+from tokenmill.kernels.triton_prefill import KeyTile, PrefillTiling
 from tokenmill.runner.forest import Forest
 
 COLD_BYTES = 200e6  # several times the L2 cache
@@ -357,20 +357,28 @@ def tune_shared() -> None:
             print(" " * 23 + " ".join(f"{time:12.1f}" for time in times) + f"  {setting}", flush=True)
 
 
+def prefill_candidate(
+    keys: int, num_warps: int, stages: int, gathered: KeyTile, max_registers: int | None = None
+) -> PrefillTiling:
+    """128 queries, with the same tile for all keys that are gathered."""
+    whole = KeyTile(keys, stages)
+    return PrefillTiling(128, num_warps, whole, gathered, gathered, max_registers=max_registers)
+
+
 # Head size -> candidates.
 PREFILL_TILINGS: dict[int, list[PrefillTiling | HopperTiling]] = {
     64: [
-        PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128),
-        PrefillTiling(128, 64, 4, 3, 32, 3, overlap=False, max_registers=168),
-        PrefillTiling(128, 128, 4, 2, 32, 2, overlap=False),
+        prefill_candidate(64, 8, 3, KeyTile(64, 3), 128),
+        prefill_candidate(64, 4, 3, KeyTile(32, 3), 168),
+        prefill_candidate(128, 4, 2, KeyTile(32, 2)),
         HopperTiling(128, 4),
         HopperTiling(128, 3),
         HopperTiling(64, 6),
     ],
     128: [
-        PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False),
-        PrefillTiling(128, 64, 4, 2, 32, 2, overlap=False),
-        PrefillTiling(128, 64, 8, 2, 32, 2, overlap=False, max_registers=128),
+        prefill_candidate(64, 8, 3, KeyTile(64, 3)),
+        prefill_candidate(64, 4, 2, KeyTile(32, 2)),
+        prefill_candidate(64, 8, 2, KeyTile(32, 2), 128),
         HopperTiling(128, 2),
         HopperTiling(64, 4),
     ],

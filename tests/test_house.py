@@ -64,6 +64,7 @@ GRANTS: dict[str, set[str]] = {
         "kernels.mailbox",  # it writes the letters that captured steps take
         "hub",  # it turns `model_path` into a folder before anything is loaded from it
         "kernels.compilation",  # it compiles what the parts below it will launch,
+        "kernels.compilers",  # also in processes that it starts before anything else,
         "kernels.linear",  # also products that its own steps do not choose
         "kernels.openmp",  # it decides how many threads compute, and which of them rest
         "kernels.tape",  # it records what the parts below it call, as it captures graphs
@@ -114,7 +115,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},
     "parallel": {"errors"},
-    "kernels": {"cache_folder"},
+    "kernels": {"cache_folder", "imports"},
     "metrics": {"errors"},
     "tiny": set(),
     "cache_folder": set(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,12 +18,22 @@ from pathlib import Path
 from tokenmill.cache_folder import cache_folder
 from tokenmill.garbage import make_old, uncollected
 
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second one on Windows' Linux
+
+
+def may_use_gpu() -> bool:
+    """Whether there is a GPU of NVIDIA, and a torch that can use it; without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or not any(device.exists() for device in _GPU_DEVICES):
+        return False
+    return Path(spec.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
+
 
 @contextmanager
-def quick_imports(*, for_gpu: bool) -> Iterator[None]:
-    """A block that imports torch; with `for_gpu`, a GPU of this process will be used afterwards."""
-    thread = threading.Thread(target=_prepare_gpu, name="tokenmill-prepare", daemon=True)
-    if for_gpu:
+def quick_imports(*, gpu: int | None = None) -> Iterator[None]:
+    """A block that imports torch; `gpu` is the index of one that this process will use afterwards."""
+    thread = threading.Thread(target=_prepare_gpu, args=(gpu,), name="tokenmill-prepare", daemon=True)
+    if gpu is not None:
         thread.start()
     try:
         if "torch" in sys.modules:
@@ -32,8 +43,14 @@ def quick_imports(*, for_gpu: bool) -> Iterator[None]:
                 yield
                 make_old()
     finally:
-        if for_gpu:
+        if gpu is not None:
             thread.join()
+
+
+def python_path() -> str:
+    """A PYTHONPATH with which another Python finds this very package, and what this one's does."""
+    package_parent = Path(__file__).resolve().parents[1]
+    return os.pathsep.join([str(package_parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextmanager
@@ -64,14 +81,18 @@ def _lacks_byte_code(package: str) -> bool:
     return not Path(importlib.util.cache_from_source(spec.origin)).exists()
 
 
-def _prepare_gpu() -> None:
-    """Wake the driver, and let Triton compute the key of its kernel cache."""
-    try:
+def _prepare_gpu(index: int) -> None:
+    """Open the context that all libraries of the process share, and have Triton do what it does once."""
+    if not may_use_gpu():
+        return
+    with suppress(Exception):  # it comes again where somebody listens
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return  # no GPU
-    driver.cuInit(0)
-    with suppress(ImportError):
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # half a second
+        from triton.backends.nvidia.driver import CudaUtils
         from triton.runtime.cache import triton_key
 
+        if not hasattr(CudaUtils, "instance"):
+            CudaUtils()  # for a first start a C compiler makes it, in a third of a second
         triton_key()  # reads the whole compiler, half a second, and is remembered

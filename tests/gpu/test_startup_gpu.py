@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -89,6 +92,41 @@ def test_every_kernel_is_compiled_at_the_start(
                 together = [beginning + own for own in prompts(*[length] * number)]
                 engine.generate(input_ids=together, sampling_params=greedy(4))
         assert compiled == []
+
+
+STARTS = """
+import json, sys, tokenmill, triton
+from tokenmill import runner
+
+kernels, begun, ends = [], [], []
+start = runner.start_compilers
+runner.start_compilers = lambda purpose: begun.append(start(purpose)) or begun[-1]
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: kernels.append((src.name, cache_hit))
+arguments = {"device": "cuda", "skip_tokenizer_init": True, **json.loads(sys.argv[1])}
+with tokenmill.Engine(model_path="tiny", **arguments) as engine:
+    for count in (1, 5):
+        params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        tokens = engine.generate(input_ids=[[1, 2, 3]], sampling_params=params)[0]["output_ids"]
+process = begun[0]._process
+print(json.dumps([kernels, begun[0].num_processes, process and process.returncode, tokens]))
+"""
+
+
+@pytest.mark.parametrize("arguments", [{}, {"disable_cuda_graph": True}])
+def test_processes_compile_for_a_first_start(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """This process finds every kernel on the disk; the next start needs no others."""
+    starts = []
+    for _ in range(2):
+        command = [sys.executable, "-c", STARTS, json.dumps(arguments)]
+        environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(command, check=True, timeout=200, env=environment, capture_output=True)
+        starts.append(json.loads(done.stdout.splitlines()[-1]))
+    (kernels, count, status, tokens), (_, next_count, next_status, next_tokens) = starts
+    assert [name for name, was_found in kernels if not was_found] == []
+    assert len(kernels) > 15
+    assert (count > 1, status) == (True, -signal.SIGKILL)
+    assert (next_count, next_status) == (0, None)
+    assert tokens == next_tokens
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

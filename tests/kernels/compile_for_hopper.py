@@ -225,6 +225,7 @@ def prefill(
     head_dim: int, group: int, *, window: int = 0, tiling: triton_prefill.PrefillTiling | None = None
 ) -> dict[str, Any]:
     tiling = tiling or triton_prefill.prefill_tiling(head_dim, 2, 4096)
+    whole = tiling.whole or triton_prefill.KeyTile(0, 0)
     block_dim = triton.next_power_of_2(head_dim)
     constants = {
         "GROUP": group,
@@ -233,21 +234,24 @@ def prefill(
         "WINDOW": window,
         "ROWS_PER_SEARCH": triton_prefill.ROWS_PER_SEARCH,
         "BLOCK_M": tiling.queries,
-        "BLOCK_N": tiling.keys,
-        "BLOCK_GATHER": tiling.gathered_keys,
+        "BLOCK_N": whole.keys,
+        "BLOCK_GATHER": tiling.gathered.keys,
+        "BLOCK_PREFIX": tiling.prefix.keys,
         "BLOCK_DIM": block_dim,
-        "STAGES": tiling.num_stages,
-        "GATHER_STAGES": tiling.gather_stages,
+        "STAGES": whole.stages,
+        "GATHER_STAGES": tiling.gathered.stages,
+        "PREFIX_STAGES": tiling.prefix.stages,
         "OVERLAP": tiling.overlap,
     }
     pointers = {"q": "bf16", "k": "bf16", "v": "bf16", **CACHES, "query_starts": "i32", "out": "bf16"}
     scalars = {"scale_log2": "fp32", "num_rows": "i32", "stride_table": "i32", **STRIDES, **OWN_STRIDES}
-    tiles = f"tensordesc<bf16[1, {tiling.keys}, {block_dim}]>"
+    tiles = dict.fromkeys(("k_tiles", "v_tiles"), f"tensordesc<bf16[1, {whole.keys}, {block_dim}]>")
+    constants |= {} if tiling.whole else dict.fromkeys(tiles)
     options = {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers}
     return compiled(
         triton_prefill._prefill_kernel,
         pointers,
-        {**scalars, "k_tiles": tiles, "v_tiles": tiles},
+        scalars | (tiles if tiling.whole else {}),
         constants,
         **options,
     )
@@ -538,6 +542,7 @@ if __name__ == "__main__":
             "shared 256": shared(256, 2),
             "prefill 64 window": prefill(64, 7, window=512),
             "prefill 64": prefill(64, 7),
+            "prefill 128 few": prefill(128, 2, tiling=triton_prefill.prefill_tiling(128, 2, 64)),
             "prefill 96": prefill(96, 3),
             "prefill 128": prefill(128, 4),
             "prefill 256": prefill(256, 2),

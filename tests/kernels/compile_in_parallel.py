@@ -1,6 +1,6 @@
 """Launch kernels on CPU tensors with a driver that only pretends, and print as JSON what became of them.
 
-    python compile_in_parallel.py afterwards | meanwhile | in_vain | one_after_the_other
+    python compile_in_parallel.py afterwards | meanwhile | in_vain | one_after_the_other | in_processes
 
 Run as a script, because Triton cannot compile in a process that uses its interpreter.
 """
@@ -8,8 +8,11 @@ Run as a script, because Triton cannot compile in a process that uses its interp
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,11 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tokenmill.kernels import compilation, triton_activation, triton_norm
+from tokenmill.kernels import compilation, compilers, triton_activation, triton_norm, triton_sampling
 
 x = torch.zeros(4, 256, dtype=torch.bfloat16)
 compiled: list[str] = []
 launched: list[str] = []
+hits: list[str] = []
 compiling_threads: set[str] = set()
 
 
@@ -53,6 +57,12 @@ class Driver:
     @staticmethod
     def get_current_target() -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
+
+
+def listen(src: Any, cache_hit: bool, **_: Any) -> None:
+    """Triton tells of every kernel that this process compiles, or finds on the disk."""
+    compiled.append(src.name)
+    hits.extend([src.name] * cache_hit)
 
 
 def launch_all() -> None:
@@ -150,13 +160,50 @@ def one_after_the_other(together: compilation.ParallelCompilation) -> dict[str, 
     return {"before": before, "kernels": later.num_kernels, "compiled": compiled, "launched": launched}
 
 
+def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
+    """Start twice for one purpose, then with processes that are killed, then with some that are closed."""
+    compilers.may_use_gpu = lambda: True
+    os.sched_getaffinity = lambda _: set(range(8))
+    first = compilers.start_compilers("a model")
+    together = compilation.ParallelCompilation(torch.device("cpu"), compilers=first)
+    zeros = torch.zeros(4, dtype=torch.int64)
+    columns = SimpleNamespace(top_ks_R=zeros.int(), seeds_R=zeros, positions_R=zeros)
+    vars(columns).update(dict.fromkeys(("temperatures_R", "top_ps_R", "min_ps_R"), zeros.float()))
+    with together:
+        # The keys of functions that share others depend on which of them Triton read first.
+        triton_sampling.sample(x, columns, filters=False)
+        triton_norm.add_rms_norm(x, x, x[0], 1e-6)
+    together.wait()
+    launch_all()
+    second = compilers.start_compilers("a model")
+    other = compilers.start_compilers("another model")
+    os.killpg(other._process.pid, signal.SIGKILL)
+    lost = compilation.ParallelCompilation(torch.device("cpu"), compilers=other)
+    with lost:
+        triton_activation.gated_silu(x.float())
+    lost.wait()
+    closed = compilers.start_compilers("a third model")
+    held_up = compilation.ParallelCompilation(torch.device("cpu"), compilers=closed)
+    with held_up:
+        triton_activation.gated_silu(x.half())
+    held_up.cancel()
+    failures = [type(job.exception()).__name__ for job in held_up._mode.jobs.values() if not job.cancelled()]
+    return {
+        "processes": [each.num_processes for each in (first, second, other)],
+        "hits": {name: name in hits for name in compiled},
+        "launched": launched,
+        "failures": failures,
+        "status": [each._process.returncode for each in (first, other, closed)],
+    }
+
+
 def main() -> None:
     driver.set_active(Driver())
     compilation._use_device = lambda device: None
     compilation._MAX_THREADS = 16 if sys.argv[1] == "afterwards" else 1
-    triton.knobs.compilation.listener = lambda src, **_: compiled.append(src.name)
+    triton.knobs.compilation.listener = listen
     together = compilation.ParallelCompilation(torch.device("cpu"))
-    cases = (afterwards, meanwhile, in_vain, one_after_the_other)
+    cases = (afterwards, meanwhile, in_vain, one_after_the_other, in_processes)
     json.dump({case.__name__: case for case in cases}[sys.argv[1]](together), sys.stdout)
 
 

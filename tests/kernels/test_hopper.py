@@ -108,6 +108,15 @@ def test_prefill_copies_its_own_keys_in_tiles(compiled: dict[str, dict[str, Any]
         assert sum(loop["tile_copies"] > 0 for loop in compiled[name]["loops"]) == 1, name
 
 
+def test_prefill_of_few_queries_lacks_the_loop_that_they_do_not_need(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
+    """A first start waits for this kernel to be compiled."""
+    few, many = compiled["prefill 128 few"], compiled["prefill 128"]
+    assert len(few["loops"]) == len(many["loops"]) - 1
+    assert not any(loop["tile_copies"] or loop["spills"] for loop in few["loops"])
+
+
 def test_prefill_multiplies_values_while_it_computes_a_softmax(compiled: dict[str, dict[str, Any]]) -> None:
     (own_keys,) = (loop for loop in compiled["prefill 256"]["loops"] if loop["tile_copies"])
     assert own_keys["exponentials_in_flight"] >= 30  # of a thread's 32 scores, and two factors

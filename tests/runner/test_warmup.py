@@ -12,6 +12,7 @@ import torch
 from tokenmill.attention.base import StepLayout
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
+from tokenmill.kernels.compilers import Compilers
 from tokenmill.kernels.launching import given_processors
 from tokenmill.models import read_spec
 from tokenmill.runner.executor import Executor
@@ -46,7 +47,7 @@ def placement(*, max_step_tokens: int = 512, max_running_requests: int = 8) -> P
 def scout(folder: Path, *, context_length: int, **placed: int) -> Any:
     config = EngineConfig(model_path=str(folder))
     spec = read_spec(folder, context_length=context_length)
-    return warmup.Scout(spec, config=config, placement=placement(**placed))
+    return warmup.Scout(spec, config=config, placement=placement(**placed), compilers=Compilers())
 
 
 @pytest.mark.parametrize("context_length", [1, 17, 256])

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tokenmill import logs, runner
@@ -34,9 +33,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit, build_loop
 from tokenmill.core.watchdog import Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, told
+from tokenmill.imports import python_path
 from tokenmill.messages import AnswerSink, DeathSink, EngineFacts, Finish, Output, Request, Sink
 
-_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 # How long a process that was told to end may take to do so by itself.
 _SECONDS_TO_END = 10.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -266,13 +265,12 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:
     ours, theirs = socket.socketpair()
     their_lifeline, our_lifeline = multiprocessing.Pipe(duplex=False)
     passed = [theirs.fileno(), their_lifeline.fileno()]
-    paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         # What just happens to lie in the current folder is nobody's (-P).
         [sys.executable, "-P", "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
         pass_fds=passed,
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | {"PYTHONPATH": python_path()},
         start_new_session=True,  # Ctrl-C is the parent's to handle
     )
     theirs.close()

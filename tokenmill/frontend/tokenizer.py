@@ -88,7 +88,7 @@ class Tokenizer:
             )
         # Some of what is imported ends the process if it is interrupted half-way.
         with (
-            quick_imports(for_gpu=config.device != "cpu" and not config.core_process),
+            quick_imports(gpu=None if config.device == "cpu" or config.core_process else config.base_gpu_id),
             HeldSignals(),
         ):
             from transformers import AutoTokenizer  # which imports torch

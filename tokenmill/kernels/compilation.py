@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from triton import AsyncCompileMode
 
+from tokenmill.kernels.compilers import Compilers
 from tokenmill.kernels.launchers import keep_apart
 
 _log = logging.getLogger("tokenmill")
@@ -35,15 +36,22 @@ class ParallelCompilation:
     needs what is compiled here launches within `awaited`.
     """
 
-    def __init__(self, device: torch.device, *, after: ParallelCompilation | None = None) -> None:
-        """With another one to come `after`, nothing that is compiled there is compiled here, and nothing at
-        all before `start`."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        compilers: Compilers | None = None,
+        after: ParallelCompilation | None = None,
+    ) -> None:
+        """With `compilers`, closed in the end, threads only load what processes compile. With another one to
+        come `after`, nothing that is compiled there is compiled here, and nothing at all before `start`."""
         keep_apart()
+        self._compilers = compilers or Compilers()
+        count = self._compilers.num_processes or min(_MAX_THREADS, os.cpu_count() or 1)
         # The threads are free; they only start when there is work.
-        self._threads = ThreadPoolExecutor(
-            min(_MAX_THREADS, os.cpu_count() or 1), "tokenmill-compile", _use_device, (device,)
-        )
-        self._mode: _Mode = _Mode(self._threads, known={} if after is None else after._mode.jobs)
+        self._threads = ThreadPoolExecutor(count, "tokenmill-compile", _use_device, (device,))
+        known = {} if after is None else after._mode.jobs
+        self._mode: _Mode = _Mode(self._threads, self._compilers, known)
         self._starts_at_once = after is None
         self._is_done = False
 
@@ -63,6 +71,11 @@ class ParallelCompilation:
         self._mode.start()
 
     @property
+    def jobs(self) -> list[Future[Any]]:
+        """Kernels whose compilation was started so far."""
+        return list(self._mode.jobs.values())
+
+    @property
     def num_kernels(self) -> int:
         """Kernels that were not compiled when they were launched."""
         return self._mode.num_kernels
@@ -74,6 +87,8 @@ class ParallelCompilation:
 
     def awaited(self) -> AbstractContextManager[object]:
         """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
+        if not self._is_done and self.is_over:
+            self.wait()
         return nullcontext() if self._is_done else _Awaiting(self._threads, self._mode.jobs)
 
     def wait(self) -> None:
@@ -83,9 +98,12 @@ class ParallelCompilation:
         began = time.perf_counter()
         self._threads.shutdown()
         self._is_done = True
-        for job in self._mode.jobs.values():
-            if not job.cancelled() and (error := job.exception()) is not None:
-                _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
+        errors = [job.exception() for job in self._mode.jobs.values() if not job.cancelled()]
+        for error in filter(None, errors):
+            _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
+        if not any(errors):
+            self._compilers.remember()
+        self._compilers.close()
         if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
             _log.info("waited %.1f s for kernels; later starts find them on the disk", seconds)
 
@@ -101,15 +119,19 @@ class ParallelCompilation:
     def cancel(self) -> None:
         """Begin with no more kernels: nobody is going to launch them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
         self._is_done = True
 
 
 class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part only
     """Triton hands a kernel that it lacks to the mode that is active in the thread's context."""
 
-    def __init__(self, threads: ThreadPoolExecutor, known: Mapping[str, Future[Any]]) -> None:
+    def __init__(
+        self, threads: ThreadPoolExecutor, compilers: Compilers, known: Mapping[str, Future[Any]]
+    ) -> None:
         super().__init__(threads)
         self.jobs: dict[str, Future[Any]] = {}
+        self._compilers = compilers
         self._known = known
         self._found: dict[str, Callable[[], None]] = {}  # not started yet
 
@@ -121,12 +143,16 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part 
     def submit(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:
         """Take note of what is to be compiled; returning no kernel makes Triton skip the launch."""
         if key not in self.jobs and key not in self._known:
-            self._found.setdefault(key, partial(_compile, compile_kernel, keep))
+            self._found.setdefault(key, partial(self._compile, key, compile_kernel, keep))
 
     def start(self) -> None:
         """Compile what was found, in that order."""
         self.jobs |= {key: self.executor.submit(job) for key, job in self._found.items()}
         self._found.clear()
+
+    def _compile(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> Any:
+        self._compilers.compile(key, compile_kernel)
+        return _compile(compile_kernel, keep)
 
 
 class _Awaiting(AsyncCompileMode):  # type: ignore[misc]

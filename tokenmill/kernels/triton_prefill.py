@@ -29,38 +29,48 @@ from tokenmill.kernels.triton_attention import (
 
 
 @dataclass(frozen=True, slots=True)
+class KeyTile:
+    """Keys that are taken at once, and how many such tiles are under way."""
+
+    keys: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillTiling:
     """The work of a program and how the compiler lays it out.
 
-    `queries` counts pairs of query and head. A row's own keys that all of them see are copied by the tile.
-    The others, and those of the prefix, are gathered one by one, which takes registers: they have a tile and
-    a depth of their own. With `overlap` the tensor cores multiply the weights of one tile with its values
-    while the softmax of the next tile is computed.
+    `queries` counts pairs of query and head. A row's own keys that all of them see are copied `whole`; None
+    where one tile holds all queries of a row, because no own key is seen by all of these. The others are
+    `gathered` one by one, which takes registers, and so is what all queries see of the `prefix`. With
+    `overlap` the tensor cores multiply the weights of one tile with its values while the softmax of the next
+    tile is computed.
     """
 
     queries: int
-    keys: int
     num_warps: int
-    num_stages: int
-    gathered_keys: int
-    gather_stages: int
-    overlap: bool
+    whole: KeyTile | None
+    gathered: KeyTile
+    prefix: KeyTile
+    overlap: bool = False
     max_registers: int | None = None  # of a thread: fewer than it would take, so that two programs fit
 
 
 def prefill_tiling(head_dim: int, element_size: int, most_pairs: int) -> PrefillTiling:
     """The tiling for rows of at most `most_pairs` pairs of query and head that share a key head."""
     if element_size == 4:  # no tensor cores at full precision: registers set the size
-        keys = 32 if head_dim <= 64 else 16
-        return PrefillTiling(16, keys, 4, 2, keys, 2, overlap=False)
-    if most_pairs <= 64:
-        keys = 32 if head_dim > 128 else 64
-        return PrefillTiling(64, keys, 4, 3, keys, 3, overlap=False)
+        tile = KeyTile(32 if head_dim <= 64 else 16, 2)
+        return PrefillTiling(16, 4, whole=None if most_pairs <= 16 else tile, gathered=tile, prefix=tile)
+    few = KeyTile(32, 2)
+    if most_pairs <= 64:  # little code, too: it is the kernel that a first start waits for longest
+        prefix = KeyTile(32 if head_dim > 128 else 64, 3)
+        return PrefillTiling(64, 4, whole=None, gathered=few, prefix=prefix)
     if head_dim > 128:
-        return PrefillTiling(128, 64, 8, 2, 32, 2, overlap=True)
+        return PrefillTiling(128, 8, whole=KeyTile(64, 2), gathered=few, prefix=few, overlap=True)
     if head_dim > 64:  # two programs to a processor: one multiplies while the other computes its softmax
-        return PrefillTiling(128, 64, 4, 2, 32, 2, overlap=False)
-    return PrefillTiling(128, 64, 8, 3, 64, 3, overlap=False, max_registers=128)
+        return PrefillTiling(128, 4, whole=KeyTile(64, 2), gathered=few, prefix=few)
+    tile = KeyTile(64, 3)
+    return PrefillTiling(128, 8, whole=tile, gathered=tile, prefix=tile, max_registers=128)
 
 
 def prefill(
@@ -121,13 +131,14 @@ def _prefill(
     num_rows, num_kv_heads = rows.lengths_R.shape[0], k_TKD.shape[1]
     group = num_heads // num_kv_heads
     block_dim = block_of(head_dim)
+    whole = tiling.whole or KeyTile(0, 0)
     launch(
         _prefill_kernel,
         (num_kv_heads, num_tokens * group // tiling.queries + num_rows),
         q_THD,
         k_TKD,
         v_TKD,
-        *(_tiles(x_TKD, tiling.keys, block_dim) for x_TKD in (k_TKD, v_TKD)),
+        *(_tiles(x_TKD, whole.keys, block_dim) if whole.keys else None for x_TKD in (k_TKD, v_TKD)),
         rows.key_cache_NBKD,
         rows.value_cache_NBKD,
         rows.page_table_RP,
@@ -146,11 +157,13 @@ def _prefill(
         WINDOW=window or 0,
         ROWS_PER_SEARCH=ROWS_PER_SEARCH,
         BLOCK_M=tiling.queries,
-        BLOCK_N=tiling.keys,
-        BLOCK_GATHER=tiling.gathered_keys,
+        BLOCK_N=whole.keys,
+        BLOCK_GATHER=tiling.gathered.keys,
+        BLOCK_PREFIX=tiling.prefix.keys,
         BLOCK_DIM=block_dim,
-        STAGES=tiling.num_stages,
-        GATHER_STAGES=tiling.gather_stages,
+        STAGES=whole.stages,
+        GATHER_STAGES=tiling.gathered.stages,
+        PREFIX_STAGES=tiling.prefix.stages,
         OVERLAP=tiling.overlap,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
@@ -300,26 +313,30 @@ def _attend(
 ):  # fmt: skip
     """Attend to the tokens [0, stop) of one part of a row, by queries at [first_position, last_position].
 
-    In order: behind some query's window | seen by all queries | past some query, or less than a tile.
+    In order: behind some query's window | seen by all queries | past some query, or less than a tile. With
+    BLOCK_N 0 all are taken as the last are.
     """
     begin = 0
-    whole_stop = tl.minimum(first_position + 1, stop) // BLOCK_N * BLOCK_N
-    if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        edge_stop = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
-        edge_stop = tl.minimum(edge_stop, whole_stop)
-        acc, total, peak = attend_masked(
-            acc, total, peak, query, query_positions, keys, values, table, begin, edge_stop, scale_log2,
-            stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
+    if BLOCK_N > 0:
+        whole_stop = tl.minimum(first_position + 1, stop) // BLOCK_N * BLOCK_N
+        if WINDOW:
+            begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            edge_stop = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
+            edge_stop = tl.minimum(edge_stop, whole_stop)
+            acc, total, peak = attend_masked(
+                acc, total, peak, query, query_positions, keys, values, table, begin, edge_stop, scale_log2,
+                stride_page, stride_k, stride_v,
+                PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
+            )  # fmt: skip
+            begin = tl.maximum(begin, edge_stop)
+        acc, total, peak = _attend_whole(
+            acc, total, peak, query, keys, values, k_tiles, v_tiles, kv_head, table, row_token, begin,
+            whole_stop, scale_log2, stride_page, stride_k, stride_v,
+            PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_DIM, STAGES, OVERLAP,
         )  # fmt: skip
-        begin = tl.maximum(begin, edge_stop)
-    acc, total, peak = _attend_whole(
-        acc, total, peak, query, keys, values, k_tiles, v_tiles, kv_head, table, row_token, begin, whole_stop,
-        scale_log2, stride_page, stride_k, stride_v,
-        PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_DIM, STAGES, OVERLAP,
-    )  # fmt: skip
+        begin = tl.maximum(begin, whole_stop)
     return attend_masked(
-        acc, total, peak, query, query_positions, keys, values, table, tl.maximum(begin, whole_stop),
+        acc, total, peak, query, query_positions, keys, values, table, begin,
         tl.minimum(last_position + 1, stop), scale_log2,
         stride_page, stride_k, stride_v, PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_EDGE, BLOCK_DIM, EDGE_STAGES,
     )  # fmt: skip
@@ -384,9 +401,11 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_GATHER: tl.constexpr,
+    BLOCK_PREFIX: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     STAGES: tl.constexpr,
     GATHER_STAGES: tl.constexpr,
+    PREFIX_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -426,7 +445,7 @@ def _prefill_kernel(
         page_table + tl.cast(row, tl.int64) * stride_table,
         row_token, prefix + first_query, prefix + last_query, prefix, scale_log2,
         stride_page, stride_token, stride_token,
-        PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_GATHER, BLOCK_GATHER, BLOCK_DIM, GATHER_STAGES,
+        PAGE_SIZE, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_PREFIX, BLOCK_GATHER, BLOCK_DIM, PREFIX_STAGES,
         GATHER_STAGES, False,
     )  # fmt: skip
     keep = (pairs < num_queries * GROUP)[:, None] & (columns < HEAD_DIM)[None, :]

@@ -19,6 +19,7 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument, WrongState
 from tokenmill.hub import resolve
+from tokenmill.kernels.compilers import Compilers
 from tokenmill.messages import EngineFacts, Lane, Request, StepPlan, StepResult, TokenMasks
 from tokenmill.models import ModelSpec, read_spec
 from tokenmill.runner.batch import Rows
@@ -59,7 +60,7 @@ class LocalRunner:
 
     _has_told_of_graphs = False
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, compilers: Compilers) -> None:
         clock = Clock()
         folder = resolve(config.model_path, revision=config.revision, download_dir=config.download_dir)
         self._device = choose_device(config)
@@ -73,7 +74,7 @@ class LocalRunner:
         clock.lap("spec")
         placement = place(config, spec)
         with torch.inference_mode():
-            loaded = load(folder, spec, config, placement, clock)
+            loaded = load(folder, spec, config, placement, clock, compilers)
             placement = loaded.placement
             self._kernels = loaded.kernels
             self._weights = Weights(loaded.model, spec, config)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenmill.config import EngineConfig
+from tokenmill.kernels.compilers import Compilers
 from tokenmill.models import Model, ModelSpec, load_model
 from tokenmill.runner.hardware import Placement, wake
 from tokenmill.runner.lanes import LaneKernels, can_part, decode_processors
@@ -75,7 +76,14 @@ class Loaded:
     lane_kernels: LaneKernels | None = None  # None: prompts have no lane of their own
 
 
-def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placement, clock: Clock) -> Loaded:
+def load(
+    folder: Path,
+    spec: ModelSpec,
+    config: EngineConfig,
+    placement: Placement,
+    clock: Clock,
+    compilers: Compilers,
+) -> Loaded:
     """Load the weights; on a GPU kernels are compiled meanwhile, and afterwards beside the first steps."""
     load_weights = partial(
         load_model,
@@ -87,12 +95,13 @@ def load(folder: Path, spec: ModelSpec, config: EngineConfig, placement: Placeme
         progress=bool(config.show_progress),
     )
     if placement.device.type == "cpu":
+        compilers.close()
         model = load_weights()
         clock.lap("weights")
         return Loaded(model, placement, 0, None)
     from tokenmill.runner.warmup import Scout, fit_step  # needs Triton
 
-    scout = Scout(spec, config=config, placement=placement)
+    scout = Scout(spec, config=config, placement=placement, compilers=compilers)
     kernels = scout.compile()
     clock.lap("kernels found")
     with kernels.cancelled_by_failure():

@@ -16,6 +16,7 @@ from tokenmill.attention.triton_backend import MANY_TOKENS
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
 from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kernels.compilers import Compilers
 from tokenmill.kernels.launching import measured, on_processors
 from tokenmill.kernels.linear import compile_tilings
 from tokenmill.kernels.sharing import MANY_HEADS, MOST_HEADS, most_pieces
@@ -68,7 +69,9 @@ class Scout:
     Its steps launch the kernels of the real model's steps, through the same code.
     """
 
-    def __init__(self, spec: ModelSpec, *, config: EngineConfig, placement: Placement) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, config: EngineConfig, placement: Placement, compilers: Compilers
+    ) -> None:
         self._placement = placement
         self._context_length = spec.context_length
         # The fewest rows whose pieces are put together by smaller programs, and by those for several heads.
@@ -109,26 +112,27 @@ class Scout:
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         self._mailbox = Mailbox(num_lines=self._rows.num_inputs, most_rows=most_rows, device=placement.device)
-        self._compilation = ParallelCompilation(placement.device)
+        self._compilation = ParallelCompilation(placement.device, compilers=compilers)
 
     def compile(self) -> ParallelCompilation:
         """Start to compile what the model's steps launch.
 
-        The step of a short prompt comes first, and its kernels compile while the others are found: it is
-        what many engines begin with. Of the others, what takes longest comes first: kernels for prompts, then
-        those that draw under filters.
+        What reads rows comes first, because it is waited for. The kernels of a short prompt compile while the
+        others are found: it is what many engines begin with. Of the others, what takes longest comes first:
+        kernels for prompts, then those that draw under filters.
         """
         compilation = self._compilation
         with compilation:
-            self._run(_plan(self._within_context(_SHORT_PROMPT)))
-        reading = ParallelCompilation(self._placement.device)
-        with reading:
             self._rows.read(self._rows.spare_inputs(1))
+        reading = compilation.jobs
+        with compilation:
+            self._run(_plan(self._within_context(_SHORT_PROMPT)))
         with compilation:
             for num_decodes, rows in _STEPS:
                 self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
         # The steps below use what this kernel reads as indices, so it must not be skipped any more.
-        reading.wait()
+        for job in reading:
+            job.result()
         with compilation:
             self._mailbox.take(1)
             most = self._placement.max_running_requests

@@ -1,0 +1,266 @@
+"""Processes that compile kernels, for the first start of a model on a machine.
+
+Threads that compile side by side wait for each other: Triton holds Python's interpreter for much of its time,
+also while it reads a library of half a megabyte for each kernel. The thread that starts the engine waits for
+all of them. Processes do not; what they compile is found in Triton's cache on the disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import pickle
+import pkgutil
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tokenmill.imports import may_use_gpu, python_path, quick_imports
+
+_log = logging.getLogger("tokenmill")
+# With fewer processors, what the processes import first takes them from the process that starts.
+_FEWEST_PROCESSORS = 6
+_MOST_PROCESSES = 8  # with 12 on 16 processors the first kernels came later, and all of them no sooner
+_IDLE_SECONDS = 60.0  # after which a process ends by itself: the engine may have been left alone
+
+
+class Compilers:
+    """Some processes, or none. They are killed by `close`, and end by themselves with this process."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | None = None,
+        connections: Sequence[Connection] = (),
+        mark: Path | None = None,
+    ) -> None:
+        """Without a process, whoever asks is left to compile. `mark` is a file that `remember` makes."""
+        self._process = process
+        self._mark = mark
+        self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self.num_processes = 0 if process is None else len(connections)  # kernels compiled at the same time
+        for connection in connections[: self.num_processes]:
+            self._free.put(connection)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def compile(self, key: str, compile_kernel: Callable[[], Any]) -> None:
+        """Have a kernel put on the disk, if a process can. The caller compiles it next, or finds it there.
+
+        Both arguments are what Triton hands to its `AsyncCompileMode`. May be called from as many threads as
+        there are processes. Raises RuntimeError once closed.
+        """
+        if self.num_processes == 0:
+            return
+        try:
+            job = _Job.of(compile_kernel)
+            if _is_on_disk(key, job.function):
+                return
+            pickled = pickle.dumps(job)
+        except Exception as error:  # another Triton, or a kernel that another process has no name for
+            _log.debug("a thread compiles what a process cannot: %s", error)
+            return
+        connection = self._free.get()
+        try:
+            connection.send_bytes(pickled)
+            connection.recv_bytes()
+        except (EOFError, OSError):
+            if self._is_closed:
+                raise RuntimeError("nobody wants the kernel any more") from None
+            _log.debug("a process that compiles is gone")
+        finally:
+            self._free.put(connection)
+
+    def remember(self) -> None:
+        """All kernels are on the disk: later starts for this purpose need no processes."""
+        if self._mark is not None:
+            with suppress(OSError):
+                self._mark.touch()
+
+    def close(self) -> None:
+        """End the processes at once. Idempotent."""
+        with self._lock:
+            if self._process is None or self._is_closed:
+                return
+            self._is_closed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @contextmanager
+    def closed_by_failure(self) -> Iterator[None]:
+        """A block whose failure leaves nobody who would compile."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def _is_on_disk(key: str, name: str) -> bool:
+    from triton.runtime.cache import get_cache_manager
+
+    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return kept.get_group(f"{name[:150]}.json") is not None
+
+
+def start_compilers(purpose: str) -> Compilers:
+    """Processes for a start whose kernels nobody has compiled yet here.
+
+    `purpose` is whatever tells starts apart that need other kernels. Torch need not be imported: they import
+    it meanwhile. There are none where the disk is known to have the kernels (see `Compilers.remember`),
+    without a GPU, and with few processors.
+    """
+    if not may_use_gpu() or importlib.util.find_spec("triton") is None:
+        return Compilers()
+    mark = _mark(purpose)
+    num_processors = len(os.sched_getaffinity(0))
+    if mark.exists() or num_processors < _FEWEST_PROCESSORS or not sys.executable:
+        return Compilers(mark=mark)
+    count = min(num_processors // 2, _MOST_PROCESSES)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(count)), strict=True)
+    process = _spawn(theirs)
+    for end in theirs:
+        end.close()
+    return Compilers(process, [Connection(end.detach()) for end in ours], mark)
+
+
+def _mark(purpose: str) -> Path:
+    """A file in Triton's cache that is there once all kernels for this purpose are.
+
+    It vanishes with them. When ours or Triton's code changes, so do the kernels.
+    """
+    from triton import __version__, knobs
+
+    sources = max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(f"{purpose}, {__version__}, {sources}".encode()).hexdigest()
+    return Path(knobs.cache.dir) / f"tokenmill-{digest[:32]}"
+
+
+def _spawn(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes] | None:
+    numbers = [end.fileno() for end in sockets]
+    # They compute nothing; and a process without threads can be forked.
+    environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "tokenmill.kernels.compilers", *map(str, numbers)],
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C is this process's to handle
+        )
+    except OSError as error:
+        _log.debug("kernels are compiled by threads: %s", error)
+    return None
+
+
+# ── what they are told ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What Triton compiles, with the function by its name."""
+
+    source_class: type[Any]
+    module: str
+    function: str
+    function_key: str  # in Triton's cache; it depends on the order in which functions were looked at
+    signature: Any
+    constants: Any
+    attributes: Any
+    target: Any
+    options: dict[str, Any]
+    environment: dict[str, str]
+
+    @classmethod
+    def of(cls, compile_kernel: Callable[[], Any]) -> _Job:
+        """Out of the function that would compile it here. KeyError: Triton's has other variables."""
+        cells = compile_kernel.__closure__ or ()
+        names = compile_kernel.__code__.co_freevars
+        found = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+        source = found["src"]
+        return cls(
+            source_class=type(source),
+            module=source.fn.__module__,
+            function=source.fn.__name__,
+            function_key=source.fn.cache_key,
+            signature=source.signature,
+            constants=source.constants,
+            attributes=source.attrs,
+            target=found["target"],
+            options=found["options"].__dict__,
+            environment=found["env_vars"],
+        )
+
+    def do(self) -> None:
+        """Compile, and build what launches it."""
+        from triton.compiler import compile as compile_source
+
+        function = getattr(importlib.import_module(self.module), self.function)
+        function.hash = self.function_key
+        source = self.source_class(function, self.signature, self.constants, self.attributes)
+        kernel = compile_source(source, self.target, self.options, self.environment)
+        if self.target.backend == "cuda":
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(kernel.src, kernel.metadata)
+
+
+# ── the processes' side ───────────────────────────────────────────────────────────────────────
+
+
+def main(numbers: Sequence[int]) -> None:
+    """Import what compiles, and fork a process for each socket."""
+    _import_all()
+    gc.freeze()
+    for number in numbers:
+        if os.fork() == 0:
+            for other in numbers:
+                if other != number:
+                    os.close(other)
+            _serve(Connection(number))
+            os._exit(0)
+    for number in numbers:
+        os.close(number)
+    for _ in numbers:
+        os.wait()
+
+
+def _import_all() -> None:
+    from triton.runtime.cache import triton_key
+
+    from tokenmill import kernels
+
+    reading = threading.Thread(target=triton_key)  # the whole compiler, for half a second; it is remembered
+    reading.start()
+    with quick_imports():
+        for module in pkgutil.iter_modules(kernels.__path__):
+            if module.name.startswith(("triton_", "hopper_")):
+                importlib.import_module(f"{kernels.__name__}.{module.name}")
+    reading.join()
+
+
+def _serve(jobs: Connection) -> None:
+    """Until the other side is gone, or has not asked for long."""
+    with suppress(EOFError, OSError):
+        while jobs.poll(_IDLE_SECONDS):
+            job = jobs.recv_bytes()
+            with suppress(Exception):  # the other side finds out what is missing, and why
+                pickle.loads(job).do()
+            jobs.send_bytes(b"")
+
+
+if __name__ == "__main__":
+    main([int(number) for number in sys.argv[1:]])
