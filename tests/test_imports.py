@@ -1,13 +1,16 @@
-"""The first start keeps Python's byte code where nobody else does, and leaves Python's settings alone."""
+"""The first start keeps Python's byte code where nobody else does, and looks for a GPU without torch."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tokenmill import imports
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[1]
@@ -78,3 +81,24 @@ def test_a_home_that_cannot_be_written_to_changes_nothing(folder: Path) -> None:
     (folder / "file").write_text("")
     answer, cached, is_as_before = import_made(folder, "-B", XDG_CACHE_HOME=str(folder / "file"))
     assert (answer, is_as_before, cached.exists()) == ("1", True, False)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "library", "expected"),
+    [
+        (True, "libtorch_cuda.so", True),
+        (True, "libtorch_cpu.so", False),
+        (False, "libtorch_cuda.so", False),
+    ],
+)
+def test_a_gpu_counts_where_torch_is_built_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, library: str, expected: bool
+) -> None:
+    """Else a context on it would be opened, and processes started, for nothing."""
+    (tmp_path / "lib").mkdir()
+    for path in (tmp_path / "lib" / library, *([tmp_path / "gpu"] if has_gpu else [])):
+        path.touch()
+    torch = importlib.util.spec_from_file_location("torch", tmp_path / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: torch)
+    monkeypatch.setattr(imports, "_GPU_DEVICES", (tmp_path / "gpu",))
+    assert imports.may_use_gpu() == expected

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenmill.imports import quick_imports
-from tokenmill.kernels.compilers import Compilers, start_compilers
+from tokenmill.runner.early import early_compilers
 
 if TYPE_CHECKING:
     from tokenmill.config import EngineConfig
@@ -19,8 +19,8 @@ __all__ = ["release_workers", "start"]
 
 def start(config: EngineConfig) -> Runner:
     """Load the model, size the page pool, and return a runner that is ready for its first plan."""
+    compilers = early_compilers(config)
     gpu = None if config.device == "cpu" else config.base_gpu_id
-    compilers = Compilers() if gpu is None else start_compilers(repr(config))
     with compilers.closed_by_failure(), quick_imports(gpu=gpu):
         from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
 
