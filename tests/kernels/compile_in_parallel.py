@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,7 +162,7 @@ def one_after_the_other(together: compilation.ParallelCompilation) -> dict[str, 
 
 
 def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
-    """Start twice for one purpose, then with processes that are killed, then with some that are closed."""
+    """Start twice for one purpose, then with processes that are killed, stopped, and closed."""
     compilers.may_use_gpu = lambda: True
     os.sched_getaffinity = lambda _: set(range(8))
     first = compilers.start_compilers("a model")
@@ -176,24 +177,29 @@ def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
     together.wait()
     launch_all()
     second = compilers.start_compilers("a model")
-    other = compilers.start_compilers("another model")
-    os.killpg(other._process.pid, signal.SIGKILL)
-    lost = compilation.ParallelCompilation(torch.device("cpu"), compilers=other)
-    with lost:
-        triton_activation.gated_silu(x.float())
-    lost.wait()
+    compilers._MOST_SECONDS = 1.0
+    given_up = []
+    for name, end, kinds in (("killed", signal.SIGKILL, x.float()), ("stopped", signal.SIGSTOP, x.double())):
+        given_up.append(compilers.start_compilers(name))
+        os.killpg(given_up[-1]._process.pid, end)
+        lost = compilation.ParallelCompilation(torch.device("cpu"), compilers=given_up[-1])
+        with lost:
+            triton_activation.gated_silu(kinds)
+        lost.wait()
     closed = compilers.start_compilers("a third model")
     held_up = compilation.ParallelCompilation(torch.device("cpu"), compilers=closed)
     with held_up:
         triton_activation.gated_silu(x.half())
+    (job,) = held_up.jobs
+    while not job.running():
+        time.sleep(0.01)
     held_up.cancel()
-    failures = [type(job.exception()).__name__ for job in held_up._mode.jobs.values() if not job.cancelled()]
     return {
-        "processes": [each.num_processes for each in (first, second, other)],
+        "processes": [each.num_processes for each in (first, second, *given_up)],
         "hits": {name: name in hits for name in compiled},
         "launched": launched,
-        "failures": failures,
-        "status": [each._process.returncode for each in (first, other, closed)],
+        "failure": type(job.exception()).__name__,
+        "status": [each._process.returncode for each in (first, *given_up, closed)],
     }
 
 

@@ -29,8 +29,8 @@ _LONG_SECONDS = 1.0  # a wait that is worth a line
 class ParallelCompilation:
     """In a `with` block, a launch on this thread of a kernel that is not compiled yet does not run.
 
-    The kernel is compiled, with exactly the arguments and alignments of the launch, from the end of the block
-    on: threads that compile slow down the one that finds out what there is to do. There may be several
+    The kernel is compiled, with exactly the arguments and alignments of the launch: from the end of the block
+    on if threads do that, because they slow down the one that finds what there is to do. There may be several
     blocks, until `wait` or `cancel`. Launches of compiled kernels run. What skipped kernels should have
     written stays as it was: do not use it as an index. Other threads launch and compile as ever; one that
     needs what is compiled here launches within `awaited`.
@@ -144,6 +144,8 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part 
         """Take note of what is to be compiled; returning no kernel makes Triton skip the launch."""
         if key not in self.jobs and key not in self._known:
             self._found.setdefault(key, partial(self._compile, key, compile_kernel, keep))
+        if self._compilers.num_processes:  # whose work holds up nobody
+            self.start()
 
     def start(self) -> None:
         """Compile what was found, in that order."""

@@ -26,14 +26,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from tokenmill.imports import may_use_gpu, python_path, quick_imports
+from tokenmill.imports import kept_byte_code, may_use_gpu, python_path
 
 _log = logging.getLogger("tokenmill")
-# With fewer processors, what the processes import first takes them from the process that starts.
+# With fewer processors, the processes take them from the one that starts.
 _FEWEST_PROCESSORS = 6
 _MOST_PROCESSES = 8  # with 12 on 16 processors the first kernels came later, and all of them no sooner
+_MOST_SECONDS = 120.0  # for a kernel, before a process counts as lost
 _IDLE_SECONDS = 60.0  # after which a process ends by itself: the engine may have been left alone
 
 
@@ -75,8 +77,11 @@ class Compilers:
         connection = self._free.get()
         try:
             connection.send_bytes(pickled)
+            if not connection.poll(_MOST_SECONDS):
+                raise TimeoutError
             connection.recv_bytes()
         except (EOFError, OSError):
+            connection.close()  # so that the next one sees at once that nobody is there
             if self._is_closed:
                 raise RuntimeError("nobody wants the kernel any more") from None
             _log.debug("a process that compiles is gone")
@@ -117,11 +122,10 @@ def _is_on_disk(key: str, name: str) -> bool:
 
 
 def start_compilers(purpose: str) -> Compilers:
-    """Processes for a start whose kernels nobody has compiled yet here.
+    """Processes for a start whose kernels nobody has compiled yet here. Torch need not be imported.
 
-    `purpose` is whatever tells starts apart that need other kernels. Torch need not be imported: they import
-    it meanwhile. There are none where the disk is known to have the kernels (see `Compilers.remember`),
-    without a GPU, and with few processors.
+    `purpose` is whatever tells starts apart that need other kernels. There are none where the disk is known
+    to have the kernels (see `Compilers.remember`), without a GPU, and with few processors.
     """
     if not may_use_gpu() or importlib.util.find_spec("triton") is None:
         return Compilers()
@@ -142,7 +146,8 @@ def _mark(purpose: str) -> Path:
 
     It vanishes with them. When ours or Triton's code changes, so do the kernels.
     """
-    from triton import __version__, knobs
+    with kept_byte_code("triton"):
+        from triton import __version__, knobs
 
     sources = max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(f"{purpose}, {__version__}, {sources}".encode()).hexdigest()
@@ -151,14 +156,12 @@ def _mark(purpose: str) -> Path:
 
 def _spawn(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes] | None:
     numbers = [end.fileno() for end in sockets]
-    # They compute nothing; and a process without threads can be forked.
-    environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "tokenmill.kernels.compilers", *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
-            env=os.environ | environment,
+            env=os.environ | {"PYTHONPATH": python_path()},
             start_new_session=True,  # Ctrl-C is this process's to handle
         )
     except OSError as error:
@@ -238,18 +241,30 @@ def main(numbers: Sequence[int]) -> None:
         os.wait()
 
 
+class _NoTorch(ModuleType):
+    """Stands in for torch, which takes seconds to import: what compiles a kernel computes nothing with it.
+
+    Modules of kernels name types of torch, no more, while they are imported; each name is a class of its own.
+    """
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
 def _import_all() -> None:
+    sys.modules["torch"] = _NoTorch("torch")
     from triton.runtime.cache import triton_key
 
     from tokenmill import kernels
 
-    reading = threading.Thread(target=triton_key)  # the whole compiler, for half a second; it is remembered
-    reading.start()
-    with quick_imports():
+    with kept_byte_code("triton"):
         for module in pkgutil.iter_modules(kernels.__path__):
             if module.name.startswith(("triton_", "hopper_")):
-                importlib.import_module(f"{kernels.__name__}.{module.name}")
-    reading.join()
+                with suppress(Exception):  # which another Triton lacks something for
+                    importlib.import_module(f"{kernels.__name__}.{module.name}")
+    triton_key()  # reads the whole compiler, and is remembered
 
 
 def _serve(jobs: Connection) -> None:

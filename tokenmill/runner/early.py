@@ -22,7 +22,7 @@ _CHOOSE_KERNELS = (
 
 
 def early_compilers(config: EngineConfig) -> Compilers:
-    """Processes that import what they need while this one does; none where no kernels have to be compiled."""
+    """Processes that get ready while this one imports torch; none where no kernels have to be compiled."""
     if config.device == "cpu":
         return Compilers()
     return start_compilers(repr([getattr(config, name) for name in _CHOOSE_KERNELS]))
