@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -126,7 +125,7 @@ def test_processes_compile_for_a_first_start(tmp_path: Path, arguments: dict[str
     (kernels, count, status, tokens), (_, next_count, next_status, next_tokens) = starts
     assert len(kernels) > 15
     assert sum(was_found for _, was_found in kernels) >= 0.75 * len(kernels), kernels
-    assert (count > 1, status) == (True, -signal.SIGKILL)
+    assert (count > 1, status) == (True, 0)
     assert (next_count, next_status) == (0, None)
     assert tokens == next_tokens
 

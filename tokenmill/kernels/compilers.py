@@ -36,11 +36,12 @@ _log = logging.getLogger("tokenmill")
 _FEWEST_PROCESSORS = 6
 _MOST_PROCESSES = 8  # with 12 on 16 processors the first kernels came later, and all of them no sooner
 _MOST_SECONDS = 120.0  # for a kernel, before a process counts as lost
+_SECONDS_TO_END = 1.0  # for processes that have nothing to do and are told to end
 _IDLE_SECONDS = 60.0  # after which a process ends by itself: the engine may have been left alone
 
 
 class Compilers:
-    """Some processes, or none. They are killed by `close`, and end by themselves with this process."""
+    """Some processes, or none. They end by `close`, or by themselves with this process."""
 
     def __init__(
         self,
@@ -95,14 +96,23 @@ class Compilers:
                 self._mark.touch()
 
     def close(self) -> None:
-        """End the processes at once. Idempotent."""
+        """End the processes; what they compile is not waited for. Idempotent."""
         with self._lock:
             if self._process is None or self._is_closed:
                 return
             self._is_closed = True
-            with suppress(ProcessLookupError):
+            free = []
+            with suppress(queue.Empty):
+                while True:
+                    free.append(self._free.get_nowait())
+            for connection in free:
+                connection.close()
+                self._free.put(connection)  # closed: for threads that were about to ask
+            try:
+                self._process.wait(_SECONDS_TO_END if len(free) == self.num_processes else 0)
+            except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                self._process.wait()
 
     @contextmanager
     def closed_by_failure(self) -> Iterator[None]:
@@ -239,6 +249,7 @@ def main(numbers: Sequence[int]) -> None:
         os.close(number)
     for _ in numbers:
         os.wait()
+    os._exit(0)
 
 
 class _NoTorch(ModuleType):
