@@ -84,20 +84,30 @@ def test_a_home_that_cannot_be_written_to_changes_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "library", "expected"),
+    ("has_gpu", "library", "visible", "expected"),
     [
-        (True, "libtorch_cuda.so", True),
-        (True, "libtorch_cpu.so", False),
-        (False, "libtorch_cuda.so", False),
+        (True, "libtorch_cuda.so", None, True),
+        (True, "libtorch_cuda.so", "1", True),
+        (True, "libtorch_cuda.so", "", False),
+        (True, "libtorch_cpu.so", None, False),
+        (False, "libtorch_cuda.so", None, False),
     ],
 )
 def test_a_gpu_counts_where_torch_is_built_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, library: str, expected: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    library: str,
+    visible: str | None,
+    expected: bool,
 ) -> None:
     """Else a context on it would be opened, and processes started, for nothing."""
     (tmp_path / "lib").mkdir()
     for path in (tmp_path / "lib" / library, *([tmp_path / "gpu"] if has_gpu else [])):
         path.touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     torch = importlib.util.spec_from_file_location("torch", tmp_path / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: torch)
     monkeypatch.setattr(imports, "_GPU_DEVICES", (tmp_path / "gpu",))

@@ -26,6 +26,8 @@ def may_use_gpu() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or not any(device.exists() for device in _GPU_DEVICES):
         return False
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
     return Path(spec.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
 
 
@@ -90,9 +92,12 @@ def _prepare_gpu(index: int) -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # half a second
+    with suppress(Exception):
         from triton.backends.nvidia.driver import CudaUtils
-        from triton.runtime.cache import triton_key
 
         if not hasattr(CudaUtils, "instance"):
             CudaUtils()  # for a first start a C compiler makes it, in a third of a second
+    with suppress(Exception):
+        from triton.runtime.cache import triton_key
+
         triton_key()  # reads the whole compiler, half a second, and is remembered

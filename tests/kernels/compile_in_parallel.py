@@ -162,7 +162,7 @@ def one_after_the_other(together: compilation.ParallelCompilation) -> dict[str, 
 
 
 def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
-    """Start twice for one purpose, then with processes that are killed, stopped, and closed."""
+    """Start twice for one purpose, then with processes that are killed, stopped, closed, or edited."""
     compilers.may_use_gpu = lambda: True
     os.sched_getaffinity = lambda _: set(range(8))
     first = compilers.start_compilers("a model")
@@ -190,10 +190,16 @@ def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
     held_up = compilation.ParallelCompilation(torch.device("cpu"), compilers=closed)
     with held_up:
         triton_activation.gated_silu(x.half())
-    (job,) = held_up.jobs
-    while not job.running():
+    while closed._free.qsize() == closed.num_processes:  # until a thread waits for one
         time.sleep(0.01)
     held_up.cancel()
+    (job,) = held_up.jobs
+    edited = compilers.start_compilers("edited")
+    compilers._sources = lambda: "other files than those that this process imported"
+    unused = compilation.ParallelCompilation(torch.device("cpu"), compilers=edited)
+    with unused:
+        triton_norm.rms_norm(x.double(), x[0].double(), 1e-6)
+    unused.wait()
     return {
         "processes": [each.num_processes for each in (first, second, *given_up)],
         "hits": {name: name in hits for name in compiled},

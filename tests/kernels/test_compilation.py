@@ -66,7 +66,8 @@ def test_processes_compile_what_is_not_on_the_disk_yet(tmp_path: Path) -> None:
     result = found("in_processes", tmp_path)
     # The second start for a purpose knows that it needs none.
     assert result["processes"] == [4, 0, 4, 4]
-    # What they compiled is found on the disk; what lost ones would have compiled, a thread does.
+    # What they compiled is found on the disk. What lost ones would have compiled, a thread does; and what
+    # they may compile from other sources.
     assert result["hits"] == {
         "_read_kernel": True,
         "_draw_kernel": True,
@@ -75,6 +76,7 @@ def test_processes_compile_what_is_not_on_the_disk_yet(tmp_path: Path) -> None:
         "_gated_silu_kernel": False,
     }
     assert result["launched"] == KERNELS * 2
-    # Whoever still waits for closed ones is told, and all are gone.
+    # Whoever still waits for closed ones is told, and all are gone; at once, if they have nothing to do.
     assert result["failure"] == "RuntimeError"
-    assert result["status"] == [0, -9, -9, -9]
+    assert result["status"][1:3] == [-9, -9]
+    assert set(result["status"]) <= {0, -9}

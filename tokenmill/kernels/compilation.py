@@ -101,7 +101,7 @@ class ParallelCompilation:
         errors = [job.exception() for job in self._mode.jobs.values() if not job.cancelled()]
         for error in filter(None, errors):
             _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
-        if not any(errors):
+        if errors and not any(errors):
             self._compilers.remember()
         self._compilers.close()
         if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
@@ -118,6 +118,8 @@ class ParallelCompilation:
 
     def cancel(self) -> None:
         """Begin with no more kernels: nobody is going to launch them."""
+        if self.is_over:
+            self.wait()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._compilers.close()
         self._is_done = True

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,8 +36,22 @@ _log = logging.getLogger("tokenmill")
 _FEWEST_PROCESSORS = 6
 _MOST_PROCESSES = 8  # with 12 on 16 processors the first kernels came later, and all of them no sooner
 _MOST_SECONDS = 120.0  # for a kernel, before a process counts as lost
-_SECONDS_TO_END = 1.0  # for processes that have nothing to do and are told to end
+_SECONDS_TO_END = 0.2  # for processes that have nothing to do and are told to end
 _IDLE_SECONDS = 60.0  # after which a process ends by itself: the engine may have been left alone
+
+
+def _sources() -> str:
+    """What kernels are made of on the disk; it changes with every file."""
+    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return _digest(*((name, file.st_mtime_ns, file.st_size) for name, file in files))
+
+
+def _digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+# Before any kernel is imported: as long as files are like that, what another process imports is the same.
+_SOURCES = _sources()
 
 
 class Compilers:
@@ -65,7 +79,7 @@ class Compilers:
         Both arguments are what Triton hands to its `AsyncCompileMode`. May be called from as many threads as
         there are processes. Raises RuntimeError once closed.
         """
-        if self.num_processes == 0:
+        if self.num_processes == 0 or _sources() != _SOURCES:
             return
         try:
             job = _Job.of(compile_kernel)
@@ -139,44 +153,43 @@ def start_compilers(purpose: str) -> Compilers:
     """
     if not may_use_gpu() or importlib.util.find_spec("triton") is None:
         return Compilers()
-    mark = _mark(purpose)
-    num_processors = len(os.sched_getaffinity(0))
-    if mark.exists() or num_processors < _FEWEST_PROCESSORS or not sys.executable:
-        return Compilers(mark=mark)
-    count = min(num_processors // 2, _MOST_PROCESSES)
-    ours, theirs = zip(*(socket.socketpair() for _ in range(count)), strict=True)
-    process = _spawn(theirs)
-    for end in theirs:
-        end.close()
-    return Compilers(process, [Connection(end.detach()) for end in ours], mark)
+    try:
+        return _start(purpose)
+    except Exception as error:
+        _log.debug("kernels are compiled by threads: %s", error)
+    return Compilers()
 
 
-def _mark(purpose: str) -> Path:
-    """A file in Triton's cache that is there once all kernels for this purpose are.
-
-    It vanishes with them. When ours or Triton's code changes, so do the kernels.
-    """
+def _start(purpose: str) -> Compilers:
     with kept_byte_code("triton"):
         from triton import __version__, knobs
 
-    sources = max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(f"{purpose}, {__version__}, {sources}".encode()).hexdigest()
-    return Path(knobs.cache.dir) / f"tokenmill-{digest[:32]}"
+    cache = Path(knobs.cache.dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    # Is there once all kernels are, and vanishes with them.
+    mark = cache / f"tokenmill-{_digest(purpose, _SOURCES, __version__)}"
+    num_processors = len(os.sched_getaffinity(0))
+    can_start = bool(sys.executable) and not getattr(sys, "frozen", False) and os.access(cache, os.W_OK)
+    if mark.exists() or num_processors < _FEWEST_PROCESSORS or not can_start:
+        return Compilers(mark=mark)
+    count = min(num_processors // 2, _MOST_PROCESSES)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(count)), strict=True)
+    with ExitStack() as given:
+        for end in (*ours, *theirs):
+            given.enter_context(end)
+        return Compilers(_spawn(theirs), [Connection(end.detach()) for end in ours], mark)
 
 
-def _spawn(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes] | None:
+def _spawn(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     numbers = [end.fileno() for end in sockets]
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenmill.kernels.compilers", *map(str, numbers)],
-            pass_fds=numbers,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": python_path()},
-            start_new_session=True,  # Ctrl-C is this process's to handle
-        )
-    except OSError as error:
-        _log.debug("kernels are compiled by threads: %s", error)
-    return None
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "tokenmill.kernels.compilers", _SOURCES, *map(str, numbers)],
+        pass_fds=numbers,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": python_path()},
+        start_new_session=True,  # Ctrl-C is this process's to handle
+    )
 
 
 # ── what they are told ────────────────────────────────────────────────────────────────────────
@@ -234,22 +247,25 @@ class _Job:
 # ── the processes' side ───────────────────────────────────────────────────────────────────────
 
 
-def main(numbers: Sequence[int]) -> None:
-    """Import what compiles, and fork a process for each socket."""
+def main(sources: str, numbers: Sequence[int]) -> None:
+    """Import what compiles, and fork a process for each socket; none if files are not what they were."""
     _import_all()
+    if _sources() != sources:
+        return
     gc.freeze()
-    for number in numbers:
-        if os.fork() == 0:
-            for other in numbers:
-                if other != number:
-                    os.close(other)
-            _serve(Connection(number))
-            os._exit(0)
+    with suppress(OSError):  # as many as there may be
+        for number in numbers:
+            if os.fork() == 0:
+                for other in numbers:
+                    if other != number:
+                        os.close(other)
+                _serve(Connection(number))
+                os._exit(0)
     for number in numbers:
         os.close(number)
-    for _ in numbers:
-        os.wait()
-    os._exit(0)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 class _NoTorch(ModuleType):
@@ -289,4 +305,6 @@ def _serve(jobs: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main([int(number) for number in sys.argv[1:]])
+    with suppress(Exception):  # the other side does without, and says why if it cannot either
+        main(sys.argv[1], [int(number) for number in sys.argv[2:]])
+    os._exit(0)
