@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tokenmill.kernels import compilers
+
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 KERNELS = ["_rms_norm_kernel", "_add_rms_norm_kernel", "_gated_silu_kernel"]
@@ -80,3 +82,22 @@ def test_processes_compile_what_is_not_on_the_disk_yet(tmp_path: Path) -> None:
     assert result["failure"] == "RuntimeError"
     assert result["status"][1:3] == [-9, -9]
     assert set(result["status"]) <= {0, -9}
+
+
+def test_processes_have_every_kernel_without_torch() -> None:
+    """A module that they cannot import leaves its kernels to threads, without a word."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    code = (
+        "import json, sys\n"
+        "from tokenmill.kernels import compilers\n"
+        "compilers._import_all()\n"
+        "print(json.dumps(list(sys.modules)))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = json.loads(done.stdout)
+    assert [name for name in imported if name.startswith("torch.")] == []
+    folder = Path(compilers.__file__).parent
+    there = {path.stem for pattern in ("triton_*.py", "hopper_*.py") for path in folder.glob(pattern)}
+    assert {f"tokenmill.kernels.{name}" for name in there} <= set(imported)
