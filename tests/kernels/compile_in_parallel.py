@@ -75,14 +75,17 @@ def launch_all() -> None:
 
 def afterwards(together: compilation.ParallelCompilation) -> dict[str, Any]:
     """Launch again when all is compiled."""
-    with together:
-        launch_all()
-        skipped = not launched
+    with together.held():
+        with together:
+            launch_all()
+            skipped = not launched
+        held = not together.jobs
     together.wait()
     num_compiled = len(compiled)
     launch_all()
     return {
         "skipped": skipped,
+        "held": held,
         "kernels": together.num_kernels,
         "compiled": sorted(compiled[:num_compiled]),
         "compiled again": len(compiled) - num_compiled,

@@ -70,6 +70,14 @@ class ParallelCompilation:
         """Compile what was found so far."""
         self._mode.start()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What blocks within find is compiled from the end of them all on, if threads do that."""
+        self._starts_at_once = False
+        yield
+        self._starts_at_once = True
+        self.start()
+
     @property
     def jobs(self) -> list[Future[Any]]:
         """Kernels whose compilation was started so far."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,7 +121,8 @@ class Scout:
 
         What reads rows comes first, because it is waited for. The kernels of a short prompt compile while the
         others are found: it is what many engines begin with. Of the others, what takes longest comes first:
-        kernels for prompts, then those that draw under filters.
+        kernels for prompts, then those that draw under filters. Where they are on the disk, threads that load
+        them while they are found take twice the time of this one.
         """
         compilation = self._compilation
         with compilation:
@@ -127,6 +130,14 @@ class Scout:
         reading = compilation.jobs
         with compilation:
             self._run(_plan(self._within_context(_SHORT_PROMPT)))
+        with compilation.held():
+            self._find_others(reading)
+        _log.debug("compiling %d kernels", compilation.num_kernels)
+        return compilation
+
+    def _find_others(self, reading: Sequence[Future[Any]]) -> None:
+        """All but the steps of a short prompt; `reading` is the kernel that reads rows."""
+        compilation = self._compilation
         with compilation:
             for num_decodes, rows in _STEPS:
                 self._run(_plan(self._within_context(rows), num_decodes=num_decodes))
@@ -150,8 +161,6 @@ class Scout:
                 compile_tilings(self._placement.dtype, self._placement.device)
             if self._may_have_grammars:
                 self._mask()
-        _log.debug("compiling %d kernels", compilation.num_kernels)
-        return compilation
 
     def find_beside(self, num_processors: int) -> ParallelCompilation:
         """What decode steps launch in addition that have only so many multiprocessors; to be compiled yet."""
