@@ -28,7 +28,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
 GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs", "queue_order", "signals", "switching"}
-GROUND |= {"texts"}
+GROUND |= {"own_processes", "texts"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -92,6 +92,7 @@ GRANTS: dict[str, set[str]] = {
     "garbage": set(),
     "imports": set(),
     "logs": set(),
+    "own_processes": set(),
     "queue_order": set(),
     "signals": set(),
     "switching": set(),
@@ -115,7 +116,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},
     "parallel": {"errors"},
-    "kernels": {"cache_folder", "imports"},
+    "kernels": {"cache_folder", "imports", "own_processes"},
     "metrics": {"errors"},
     "tiny": set(),
     "cache_folder": set(),
@@ -123,6 +124,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "garbage": set(),
     "imports": {"cache_folder", "garbage"},
     "logs": set(),
+    "own_processes": set(),
     "queue_order": {"frozen", "messages"},
     "texts": {"errors"},
 }

@@ -49,12 +49,6 @@ def quick_imports(*, gpu: int | None = None) -> Iterator[None]:
             thread.join()
 
 
-def python_path() -> str:
-    """A PYTHONPATH with which another Python finds this very package, and what this one's does."""
-    package_parent = Path(__file__).resolve().parents[1]
-    return os.pathsep.join([str(package_parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 @contextmanager
 def kept_byte_code(package: str) -> Iterator[None]:
     """What is imported in the block is compiled only once, also if Python was told to keep no byte code.

@@ -33,8 +33,8 @@ from tokenmill.config import EngineConfig
 from tokenmill.core.loop import Call, Cancel, Close, Inbox, Loop, Submit, build_loop
 from tokenmill.core.watchdog import Watchdog
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument, told
-from tokenmill.imports import python_path
 from tokenmill.messages import AnswerSink, DeathSink, EngineFacts, Finish, Output, Request, Sink
+from tokenmill.own_processes import start_module
 
 # How long a process that was told to end may take to do so by itself.
 _SECONDS_TO_END = 10.0
@@ -265,14 +265,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection, Connection]:
     ours, theirs = socket.socketpair()
     their_lifeline, our_lifeline = multiprocessing.Pipe(duplex=False)
     passed = [theirs.fileno(), their_lifeline.fileno()]
-    process = subprocess.Popen(
-        # What just happens to lie in the current folder is nobody's (-P).
-        [sys.executable, "-P", "-m", "tokenmill.core.process", *map(str, passed), str(os.getpid())],
-        pass_fds=passed,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": python_path()},
-        start_new_session=True,  # Ctrl-C is the parent's to handle
-    )
+    process = start_module("tokenmill.core.process", *map(str, (*passed, os.getpid())), passed=passed)
     theirs.close()
     their_lifeline.close()
     return process, Connection(ours.detach()), our_lifeline

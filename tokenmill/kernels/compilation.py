@@ -95,7 +95,7 @@ class ParallelCompilation:
 
     def awaited(self) -> AbstractContextManager[object]:
         """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
-        if not self._is_done and self.is_over:
+        if self.is_over:
             self.wait()
         return nullcontext() if self._is_done else _Awaiting(self._threads, self._mode.jobs)
 
@@ -128,6 +128,7 @@ class ParallelCompilation:
         """Begin with no more kernels: nobody is going to launch them."""
         if self.is_over:
             self.wait()
+            return
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._compilers.close()
         self._is_done = True

@@ -21,15 +21,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenmill.imports import kept_byte_code, may_use_gpu, python_path
+from tokenmill.imports import kept_byte_code, may_use_gpu
+from tokenmill.own_processes import start_module
 
 _log = logging.getLogger("tokenmill")
 # With fewer processors, the processes take them from the one that starts.
@@ -67,8 +68,8 @@ class Compilers:
         self._process = process
         self._mark = mark
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self.num_processes = 0 if process is None else len(connections)  # kernels compiled at the same time
-        for connection in connections[: self.num_processes]:
+        self.num_processes = len(connections)  # kernels that are compiled at the same time
+        for connection in connections:
             self._free.put(connection)
         self._lock = threading.Lock()
         self._is_closed = False
@@ -128,15 +129,6 @@ class Compilers:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
 
-    @contextmanager
-    def closed_by_failure(self) -> Iterator[None]:
-        """A block whose failure leaves nobody who would compile."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
 
 def _is_on_disk(key: str, name: str) -> bool:
     from triton.runtime.cache import get_cache_manager
@@ -177,19 +169,12 @@ def _start(purpose: str) -> Compilers:
     with ExitStack() as given:
         for end in (*ours, *theirs):
             given.enter_context(end)
-        return Compilers(_spawn(theirs), [Connection(end.detach()) for end in ours], mark)
-
-
-def _spawn(sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    numbers = [end.fileno() for end in sockets]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "tokenmill.kernels.compilers", _SOURCES, *map(str, numbers)],
-        pass_fds=numbers,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": python_path()},
-        start_new_session=True,  # Ctrl-C is this process's to handle
-    )
+        numbers = [end.fileno() for end in theirs]
+        arguments = (_SOURCES, *map(str, numbers))
+        process = start_module(
+            "tokenmill.kernels.compilers", *arguments, passed=numbers, stdout=subprocess.DEVNULL
+        )
+        return Compilers(process, [Connection(end.detach()) for end in ours], mark)
 
 
 # ── what they are told ────────────────────────────────────────────────────────────────────────

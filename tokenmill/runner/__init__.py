@@ -21,10 +21,14 @@ def start(config: EngineConfig) -> Runner:
     """Load the model, size the page pool, and return a runner that is ready for its first plan."""
     compilers = early_compilers(config)
     gpu = None if config.device == "cpu" else config.base_gpu_id
-    with compilers.closed_by_failure(), quick_imports(gpu=gpu):
-        from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
+    try:
+        with quick_imports(gpu=gpu):
+            from tokenmill.runner.runner import LocalRunner  # torch is imported here, not with the package
 
-        return LocalRunner(config, compilers)
+            return LocalRunner(config, compilers)
+    except BaseException:  # nobody would compile any more
+        compilers.close()
+        raise
 
 
 def release_workers() -> None:
