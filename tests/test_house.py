@@ -28,7 +28,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 GROUND = {"messages", "config", "errors", "metrics"}
 GROUND |= {"sampling_params", "constraints", "arguments", "sglang_names", "logit_processors", "patterns"}
 GROUND |= {"cache_folder", "frozen", "garbage", "imports", "logs", "queue_order", "signals", "switching"}
-GROUND |= {"own_processes", "texts"}
+GROUND |= {"own_processes", "texts", "triton_key"}
 
 # Part -> what it may import besides the ground and itself; `part.module` grants that module only.
 GRANTS: dict[str, set[str]] = {
@@ -97,6 +97,7 @@ GRANTS: dict[str, set[str]] = {
     "signals": set(),
     "switching": set(),
     "texts": set(),
+    "triton_key": set(),
     "constraints": set(),
     "arguments": set(),
     "sglang_names": set(),
@@ -116,13 +117,13 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "logit_processors": {"errors", "sampling_params"},
     "hub": {"tiny", "errors"},
     "parallel": {"errors"},
-    "kernels": {"cache_folder", "imports", "own_processes"},
+    "kernels": {"cache_folder", "imports", "own_processes", "triton_key"},
     "metrics": {"errors"},
     "tiny": set(),
     "cache_folder": set(),
     "frozen": set(),
     "garbage": set(),
-    "imports": {"cache_folder", "garbage"},
+    "imports": {"cache_folder", "garbage", "triton_key"},
     "logs": set(),
     "own_processes": set(),
     "queue_order": {"frozen", "messages"},
@@ -145,7 +146,7 @@ TORCH_PARTS = {
 TORCH_MODULES = {"kvcache.pool"}
 # These import torch or Triton inside a function only: one gives tensors to callers who ask for them, the
 # other prepares for an import of torch.
-TORCH_WHEN_ASKED = {"frontend.insight", "imports"}
+TORCH_WHEN_ASKED = {"frontend.insight", "imports", "triton_key"}
 
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800

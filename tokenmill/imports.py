@@ -12,11 +12,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from tokenmill.cache_folder import cache_folder
 from tokenmill.garbage import make_old, uncollected
+from tokenmill.triton_key import make_key, recall_key
 
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second one on Windows' Linux
 
@@ -34,19 +35,13 @@ def may_use_gpu() -> bool:
 @contextmanager
 def quick_imports(*, gpu: int | None = None) -> Iterator[None]:
     """A block that imports torch; `gpu` is the index of one that this process will use afterwards."""
-    thread = threading.Thread(target=_prepare_gpu, args=(gpu,), name="tokenmill-prepare", daemon=True)
-    if gpu is not None:
-        thread.start()
-    try:
+    with nullcontext() if gpu is None else _preparing(gpu):
         if "torch" in sys.modules:
             yield
         else:
             with uncollected(), kept_byte_code("torch"):  # a tenth of the time would go to the collector
                 yield
                 make_old()
-    finally:
-        if gpu is not None:
-            thread.join()
 
 
 @contextmanager
@@ -77,10 +72,25 @@ def _lacks_byte_code(package: str) -> bool:
     return not Path(importlib.util.cache_from_source(spec.origin)).exists()
 
 
-def _prepare_gpu(index: int) -> None:
-    """Open the context that all libraries of the process share, and have Triton do what it does once."""
+@contextmanager
+def _preparing(index: int) -> Iterator[None]:
+    """What a GPU needs once is done beside the block."""
     if not may_use_gpu():
+        yield
         return
+    kept_key = None
+    with suppress(Exception), kept_byte_code("triton"):  # where it matters somebody else says what is wrong
+        kept_key = recall_key()
+    thread = threading.Thread(target=_prepare, args=(index, kept_key), name="tokenmill-prepare", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _prepare(index: int, kept_key: Path | None) -> None:
+    """Open the context that all libraries of the process share, and have Triton do what it does once."""
     with suppress(Exception):  # it comes again where somebody listens
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -91,7 +101,6 @@ def _prepare_gpu(index: int) -> None:
 
         if not hasattr(CudaUtils, "instance"):
             CudaUtils()  # for a first start a C compiler makes it, in a third of a second
-    with suppress(Exception):
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # reads the whole compiler, half a second, and is remembered
+    if kept_key is not None:
+        with suppress(Exception):
+            make_key(kept_key)

@@ -31,6 +31,7 @@ from typing import Any
 
 from tokenmill.imports import kept_byte_code, may_use_gpu
 from tokenmill.own_processes import start_module
+from tokenmill.triton_key import recall_key
 
 _log = logging.getLogger("tokenmill")
 # With fewer processors, the processes take them from the one that starts.
@@ -67,6 +68,8 @@ class Compilers:
         """Without a process, whoever asks is left to compile. `mark` is a file that `remember` makes."""
         self._process = process
         self._mark = mark
+        # Whether an earlier start for the purpose left all kernels on the disk.
+        self.has_remembered = mark is not None and mark.exists()
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.num_processes = len(connections)  # kernels that are compiled at the same time
         for connection in connections:
@@ -267,7 +270,8 @@ class _NoTorch(ModuleType):
 
 def _import_all() -> None:
     sys.modules["torch"] = _NoTorch("torch")
-    from triton.runtime.cache import triton_key
+    recall_key()
+    from triton.runtime import cache
 
     from tokenmill import kernels
 
@@ -276,7 +280,7 @@ def _import_all() -> None:
             if module.name.startswith(("triton_", "hopper_")):
                 with suppress(Exception):  # which another Triton lacks something for
                     importlib.import_module(f"{kernels.__name__}.{module.name}")
-    triton_key()  # reads the whole compiler, and is remembered
+    cache.triton_key()  # each process has it, then
 
 
 def _serve(jobs: Connection) -> None:

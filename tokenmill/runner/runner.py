@@ -21,13 +21,13 @@ from tokenmill.errors import InvalidArgument, WrongState
 from tokenmill.hub import resolve
 from tokenmill.kernels.compilers import Compilers
 from tokenmill.messages import EngineFacts, Lane, Request, StepPlan, StepResult, TokenMasks
-from tokenmill.models import ModelSpec, read_spec
+from tokenmill.models import ModelSpec
 from tokenmill.runner.batch import Rows
 from tokenmill.runner.cpu_threads import cpu_threads
 from tokenmill.runner.drawing import Sampled, Unsampled
 from tokenmill.runner.eager import DrawnPart, EagerSteps, Part
 from tokenmill.runner.graph_sets import GraphSets, open_graphs, open_lane_graphs
-from tokenmill.runner.hardware import Placement, choose_device, place
+from tokenmill.runner.hardware import Placement, choose_device
 from tokenmill.runner.insight import tokens_of, wishes
 from tokenmill.runner.lanes import Lanes
 from tokenmill.runner.memory import PoolSize, build_executor, has_room_to_spare, return_freed
@@ -35,7 +35,7 @@ from tokenmill.runner.profile import Profiler
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import StepKind, longest_keys
 from tokenmill.runner.results import Results
-from tokenmill.runner.startup import Clock, awake, load
+from tokenmill.runner.startup import Clock, load
 from tokenmill.runner.weights import Weights
 from tokenmill.sampling import SamplingNeeds
 
@@ -64,17 +64,9 @@ class LocalRunner:
         clock = Clock()
         folder = resolve(config.model_path, revision=config.revision, download_dir=config.download_dir)
         self._device = choose_device(config)
-        with awake(self._device):
-            spec = read_spec(
-                folder,
-                overrides=config.json_model_override_args,
-                context_length=config.context_length,
-                trust_remote_code=config.trust_remote_code,
-            )
-        clock.lap("spec")
-        placement = place(config, spec)
         with torch.inference_mode():
-            loaded = load(folder, spec, config, placement, clock, compilers)
+            loaded = load(folder, self._device, config, compilers, clock)
+            spec = loaded.spec
             placement = loaded.placement
             self._kernels = loaded.kernels
             self._weights = Weights(loaded.model, spec, config)
@@ -108,6 +100,8 @@ class LocalRunner:
         self._profiler = Profiler(placement.device)
         self._calls = self._call_table()
         clock.lap("pool")
+        if self._kernels is not None:
+            self._kernels.start()
         follows = self._device.type == "cpu" and not placement.deterministic
         self._threads = cpu_threads() if follows else None
         self._launched: _Launched | None = None

@@ -16,8 +16,8 @@ import torch
 
 from tokenmill.config import EngineConfig
 from tokenmill.kernels.compilers import Compilers
-from tokenmill.models import Model, ModelSpec, load_model
-from tokenmill.runner.hardware import Placement, wake
+from tokenmill.models import Model, ModelSpec, load_model, read_spec
+from tokenmill.runner.hardware import Placement, place, wake
 from tokenmill.runner.lanes import LaneKernels, can_part, decode_processors
 
 if TYPE_CHECKING:  # these need Triton
@@ -47,17 +47,17 @@ class Clock:
 
 @contextmanager
 def awake(device: torch.device) -> Iterator[None]:
-    """Load what a GPU needs in another thread, beside the block, and make it this thread's device."""
+    """Make a GPU this thread's device, and load what it needs in another thread, beside the block."""
     if device.type == "cpu":
         yield
         return
+    torch.cuda.set_device(device)
     thread = threading.Thread(target=_wake_quietly, args=(device,), name="tokenmill-wake", daemon=True)
     thread.start()
     try:
         yield
     finally:
         thread.join()
-    torch.cuda.set_device(device)
 
 
 def _wake_quietly(device: torch.device) -> None:
@@ -69,6 +69,7 @@ def _wake_quietly(device: torch.device) -> None:
 class Loaded:
     """A model on its device."""
 
+    spec: ModelSpec
     model: Model
     placement: Placement  # with a step that fits beside the weights
     step_bytes: int  # that this step takes; 0 where nobody measured
@@ -77,14 +78,23 @@ class Loaded:
 
 
 def load(
-    folder: Path,
-    spec: ModelSpec,
-    config: EngineConfig,
-    placement: Placement,
-    clock: Clock,
-    compilers: Compilers,
+    folder: Path, device: torch.device, config: EngineConfig, compilers: Compilers, clock: Clock
 ) -> Loaded:
-    """Load the weights; on a GPU kernels are compiled meanwhile, and afterwards beside the first steps."""
+    """Read what a model is, and load its weights; to be called in inference mode.
+
+    On a GPU kernels are compiled meanwhile, and afterwards beside the first steps. Where they are on the disk
+    already, they are loaded only when the caller starts that.
+    """
+    with awake(device):
+        spec = read_spec(
+            folder,
+            overrides=config.json_model_override_args,
+            context_length=config.context_length,
+            trust_remote_code=config.trust_remote_code,
+        )
+        clock.lap("spec")
+        placement = place(config, spec)
+        scout = _scout(spec, config, placement, compilers)
     load_weights = partial(
         load_model,
         folder,
@@ -94,14 +104,12 @@ def load(
         load_format=config.load_format,
         progress=bool(config.show_progress),
     )
-    if placement.device.type == "cpu":
-        compilers.close()
+    if scout is None:
         model = load_weights()
         clock.lap("weights")
-        return Loaded(model, placement, 0, None)
-    from tokenmill.runner.warmup import Scout, fit_step  # needs Triton
+        return Loaded(spec, model, placement, 0, None)
+    from tokenmill.runner.warmup import fit_step  # needs Triton
 
-    scout = Scout(spec, config=config, placement=placement, compilers=compilers)
     kernels = scout.compile()
     clock.lap("kernels found")
     with kernels.cancelled_by_failure():
@@ -112,7 +120,17 @@ def load(
         clock.lap("measured")
         lane_kernels = _lane_kernels(scout, model, placement)
         clock.lap("lanes")
-    return Loaded(model, placement, step_bytes, kernels, lane_kernels)
+    return Loaded(spec, model, placement, step_bytes, kernels, lane_kernels)
+
+
+def _scout(spec: ModelSpec, config: EngineConfig, placement: Placement, compilers: Compilers) -> Scout | None:
+    """What finds the kernels of a model; None on a CPU, which has none to compile."""
+    if placement.device.type == "cpu":
+        compilers.close()
+        return None
+    from tokenmill.runner.warmup import Scout  # needs Triton
+
+    return Scout(spec, config=config, placement=placement, compilers=compilers)
 
 
 def _lane_kernels(scout: Scout, model: Model, placement: Placement) -> LaneKernels | None:

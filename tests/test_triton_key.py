@@ -1,0 +1,89 @@
+"""Triton's key of its own files is made once for all processes, and anew when one of the files changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import triton_key
+
+pytestmark = pytest.mark.cpu
+
+# Prints where the key should be kept, the key, and how often Triton itself made it.
+SCRIPT = """
+import json
+from triton.runtime import cache
+from tokenmill import triton_key
+
+make = cache.triton_key
+kept = triton_key.recall_key()
+if kept is not None:
+    triton_key.make_key(kept)
+again = triton_key.recall_key()
+key = cache.triton_key()
+times = make.cache_info().misses
+print(json.dumps([kept and kept.name, again, key, times, key == make()]))
+"""
+
+
+def started(folder: Path) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"TRITON_CACHE_DIR": str(folder)},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("harm", [None, "empty", "no text", "of another Triton"])
+def test_a_second_process_has_the_key_that_triton_would_make(tmp_path: Path, harm: str | None) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
+    name, again, key, times, is_right = started(tmp_path)
+    assert (again, times, is_right) == (None, 1, True)
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == name
+    if harm is not None:
+        kept.write_bytes({"empty": b"", "no text": b"\xff\xfe", "of another Triton": b"0.0-1"}[harm])
+    next_name, _, next_key, next_times, is_right = started(tmp_path)
+    assert (next_key, is_right) == (key, True)
+    assert (next_name, next_times) == ((None, 0) if harm is None else (name, 1))
+    assert kept.read_text() == key
+
+
+def test_two_threads_make_it_once() -> None:
+    calls: list[int] = []
+
+    def make() -> str:
+        if not calls:
+            calls.append(1)
+        return "key"
+
+    key = triton_key._Key(make)
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(lambda _: key(), range(100))) == {"key"}
+
+
+@pytest.mark.parametrize(
+    "name", ["runtime/cache.py", "compiler/code.py", "backends/nvidia/driver.py", "language/extra/core.py"]
+)
+def test_each_file_that_triton_reads_counts(tmp_path: Path, name: str) -> None:
+    for path in ("runtime/cache.py", "_C/libtriton.so", name, "compiler/__init__.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("1")
+    before = triton_key._digest_of_files(tmp_path)
+    assert triton_key._digest_of_files(tmp_path) == before
+    (tmp_path / name).write_text("22")
+    changed = triton_key._digest_of_files(tmp_path)
+    os.utime(tmp_path / "_C" / "libtriton.so", (1, 1))
+    assert len({before, changed, triton_key._digest_of_files(tmp_path)}) == 3
