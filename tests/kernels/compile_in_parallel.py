@@ -1,6 +1,6 @@
 """Launch kernels on CPU tensors with a driver that only pretends, and print as JSON what became of them.
 
-    python compile_in_parallel.py CASE, which is the name of a function below
+    python compile_in_parallel.py afterwards | meanwhile | in_vain | one_after_the_other | in_processes
 
 Run as a script, because Triton cannot compile in a process that uses its interpreter.
 """
@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,7 +151,7 @@ def in_vain(together: compilation.ParallelCompilation) -> dict[str, Any]:
 
 def one_after_the_other(together: compilation.ParallelCompilation) -> dict[str, Any]:
     """Find what another compilation leaves out, and compile it when that is asked for."""
-    with together.held(), together:
+    with together:
         triton_norm.rms_norm(x, x[0], 1e-6)
     later = compilation.ParallelCompilation(torch.device("cpu"), after=together)
     with later:
@@ -163,31 +162,6 @@ def one_after_the_other(together: compilation.ParallelCompilation) -> dict[str, 
     later.wait()
     launch_all()
     return {"before": before, "kernels": later.num_kernels, "compiled": compiled, "launched": launched}
-
-
-def remembered(_: compilation.ParallelCompilation) -> dict[str, Any]:
-    """Find kernels before all are on the disk, then when they are, and launch them before they are loaded."""
-    mark = Path(os.environ["TRITON_CACHE_DIR"]) / "mark"
-    started = []
-    for _ in range(2):
-        launched.clear()
-        known = compilers.Compilers(mark=mark)
-        together = compilation.ParallelCompilation(torch.device("cpu"), compilers=known)
-        with together.held(), together:
-            triton_norm.rms_norm(x, x[0], 1e-6)
-        with together:
-            triton_activation.gated_silu(x)
-        started.append(len(together.jobs))
-        if known.has_remembered:
-            assert not together.is_over
-            with together.awaited():
-                launch_all()
-        together.start()
-        started.append(len(together.jobs))
-        together.wait()
-        for kernel in (triton_norm._rms_norm_kernel, triton_activation._gated_silu_kernel):
-            kernel.device_caches.clear()
-    return {"started": started, "launched": launched, "compiled": compiled, "hits": hits}
 
 
 def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
@@ -244,7 +218,7 @@ def main() -> None:
     compilation._MAX_THREADS = 16 if sys.argv[1] == "afterwards" else 1
     triton.knobs.compilation.listener = listen
     together = compilation.ParallelCompilation(torch.device("cpu"))
-    cases = (afterwards, meanwhile, in_vain, one_after_the_other, remembered, in_processes)
+    cases = (afterwards, meanwhile, in_vain, one_after_the_other, in_processes)
     json.dump({case.__name__: case for case in cases}[sys.argv[1]](together), sys.stdout)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,6 @@ def test_what_comes_later_compiles_what_is_missing_then(tmp_path: Path) -> None:
     assert result["kernels"] == 2
     assert sorted(result["compiled"]) == sorted(KERNELS)
     assert result["launched"][-6:] == KERNELS * 2
-
-
-def test_what_is_on_the_disk_is_loaded_when_there_is_time(tmp_path: Path) -> None:
-    result = found("remembered", tmp_path)
-    # First both are compiled as they are found, then none before somebody asks for it.
-    assert result["started"] == [2, 2, 0, 2]
-    # A launch that comes sooner takes it from the disk itself, and compiles what an earlier start had not.
-    assert result["launched"] == KERNELS * 2
-    assert Counter(result["compiled"]) - Counter(result["hits"]) == Counter(KERNELS)
-    assert set(result["hits"]) == {KERNELS[0], KERNELS[2]}
 
 
 def test_processes_compile_what_is_not_on_the_disk_yet(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ class ParallelCompilation:
     """In a `with` block, a launch on this thread of a kernel that is not compiled yet does not run.
 
     The kernel is compiled, with exactly the arguments and alignments of the launch: from the end of the block
-    on if threads do that, because they slow down the one that finds what there is to do. For the same reason,
-    where all kernels are known to be on the disk nothing is loaded before `start`. There may be several
+    on if threads do that, because they slow down the one that finds what there is to do. There may be several
     blocks, until `wait` or `cancel`. Launches of compiled kernels run. What skipped kernels should have
     written stays as it was: do not use it as an index. Other threads launch and compile as ever; one that
     needs what is compiled here launches within `awaited`.
@@ -51,8 +50,9 @@ class ParallelCompilation:
         count = self._compilers.num_processes or min(_MAX_THREADS, os.cpu_count() or 1)
         # The threads are free; they only start when there is work.
         self._threads = ThreadPoolExecutor(count, "tokenmill-compile", _use_device, (device,))
-        self._mode: _Mode = _Mode(self._threads, self._compilers, None if after is None else after._mode)
-        self._starts_at_once = after is None and not self._compilers.has_remembered
+        known = {} if after is None else after._mode.jobs
+        self._mode: _Mode = _Mode(self._threads, self._compilers, known)
+        self._starts_at_once = after is None
         self._is_done = False
 
     def __enter__(self) -> ParallelCompilation:
@@ -68,17 +68,15 @@ class ParallelCompilation:
 
     def start(self) -> None:
         """Compile what was found so far."""
-        if not self._is_done:
-            self._mode.start()
+        self._mode.start()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """What blocks within find is compiled from the end of them all on, if threads do that."""
-        starts_at_once, self._starts_at_once = self._starts_at_once, False
+        self._starts_at_once = False
         yield
-        self._starts_at_once = starts_at_once
-        if starts_at_once:
-            self.start()
+        self._starts_at_once = True
+        self.start()
 
     @property
     def jobs(self) -> list[Future[Any]]:
@@ -93,7 +91,7 @@ class ParallelCompilation:
     @property
     def is_over(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._is_done or self._mode.is_over
+        return self._is_done or all(job.done() for job in self._mode.jobs.values())
 
     def awaited(self) -> AbstractContextManager[object]:
         """Launches within, on this thread, run: each waits for its own kernel, or compiles what is queued."""
@@ -106,7 +104,6 @@ class ParallelCompilation:
         if self._is_done:
             return
         began = time.perf_counter()
-        self.start()
         self._threads.shutdown()
         self._is_done = True
         errors = [job.exception() for job in self._mode.jobs.values() if not job.cancelled()]
@@ -140,11 +137,13 @@ class ParallelCompilation:
 class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part only
     """Triton hands a kernel that it lacks to the mode that is active in the thread's context."""
 
-    def __init__(self, threads: ThreadPoolExecutor, compilers: Compilers, before: _Mode | None) -> None:
+    def __init__(
+        self, threads: ThreadPoolExecutor, compilers: Compilers, known: Mapping[str, Future[Any]]
+    ) -> None:
         super().__init__(threads)
         self.jobs: dict[str, Future[Any]] = {}
         self._compilers = compilers
-        self._before = before
+        self._known = known
         self._found: dict[str, Callable[[], None]] = {}  # not started yet
 
     @property
@@ -152,20 +151,10 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]  # triton is typed in part 
         """Started, or not yet."""
         return len(self.jobs) + len(self._found)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all that was found is compiled."""
-        return not self._found and all(job.done() for job in self.jobs.values())
-
-    def knows(self, key: str) -> bool:
-        """Whether a kernel was found already, here or before."""
-        is_here = key in self.jobs or key in self._found
-        return is_here or (self._before is not None and self._before.knows(key))
-
     def submit(self, key: str, compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> None:
         """Take note of what is to be compiled; returning no kernel makes Triton skip the launch."""
-        if not self.knows(key):
-            self._found[key] = partial(self._compile, key, compile_kernel, keep)
+        if key not in self.jobs and key not in self._known:
+            self._found.setdefault(key, partial(self._compile, key, compile_kernel, keep))
         if self._compilers.num_processes:  # whose work holds up nobody
             self.start()
 

@@ -68,8 +68,6 @@ class Compilers:
         """Without a process, whoever asks is left to compile. `mark` is a file that `remember` makes."""
         self._process = process
         self._mark = mark
-        # Whether an earlier start for the purpose left all kernels on the disk.
-        self.has_remembered = mark is not None and mark.exists()
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.num_processes = len(connections)  # kernels that are compiled at the same time
         for connection in connections:

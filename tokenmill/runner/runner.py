@@ -100,8 +100,6 @@ class LocalRunner:
         self._profiler = Profiler(placement.device)
         self._calls = self._call_table()
         clock.lap("pool")
-        if self._kernels is not None:
-            self._kernels.start()
         follows = self._device.type == "cpu" and not placement.deterministic
         self._threads = cpu_threads() if follows else None
         self._launched: _Launched | None = None

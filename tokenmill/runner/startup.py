@@ -82,8 +82,7 @@ def load(
 ) -> Loaded:
     """Read what a model is, and load its weights; to be called in inference mode.
 
-    On a GPU kernels are compiled meanwhile, and afterwards beside the first steps. Where they are on the disk
-    already, they are loaded only when the caller starts that.
+    On a GPU kernels are compiled meanwhile, and afterwards beside the first steps.
     """
     with awake(device):
         spec = read_spec(

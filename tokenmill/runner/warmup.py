@@ -121,13 +121,12 @@ class Scout:
 
         What reads rows comes first, because it is waited for. The kernels of a short prompt compile while the
         others are found: it is what many engines begin with. Of the others, what takes longest comes first:
-        kernels for prompts, then those that draw under filters. Where all are on the disk, the caller starts
-        what loads them when he has time: threads that load meanwhile take twice the time of this one.
+        kernels for prompts, then those that draw under filters. Where they are on the disk, threads that load
+        them while they are found take twice the time of this one.
         """
         compilation = self._compilation
         with compilation:
             self._rows.read(self._rows.spare_inputs(1))
-        compilation.start()
         reading = compilation.jobs
         with compilation:
             self._run(_plan(self._within_context(_SHORT_PROMPT)))
