@@ -122,12 +122,14 @@ def test_processes_compile_for_a_first_start(tmp_path: Path, arguments: dict[str
         environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(command, check=True, timeout=200, env=environment, capture_output=True)
         starts.append(json.loads(done.stdout.splitlines()[-1]))
-    (kernels, count, status, tokens), (_, next_count, next_status, next_tokens) = starts
+    (kernels, count, status, tokens), (next_kernels, next_count, next_status, next_tokens) = starts
     assert len(kernels) > 15
     assert sum(was_found for _, was_found in kernels) >= 0.75 * len(kernels), kernels
     assert (count > 1, status) == (True, 0)
     assert (next_count, next_status) == (0, None)
     assert tokens == next_tokens
+    assert len(next_kernels) < len(kernels)
+    assert all(was_found for _, was_found in next_kernels), next_kernels
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

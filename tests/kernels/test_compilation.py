@@ -69,6 +69,7 @@ def test_processes_compile_what_is_not_on_the_disk_yet(tmp_path: Path) -> None:
     result = found("in_processes", tmp_path)
     # The second start for a purpose knows that it needs none.
     assert result["processes"] == [4, 0, 4, 4]
+    assert result["remembered"] == [True, False] * 2 + [False]  # the last one when a kernel was gone
     # What they compiled is found on the disk. What lost ones would have compiled, a thread does; and what
     # they may compile from other sources.
     assert result["hits"] == {

@@ -44,10 +44,14 @@ def placement(*, max_step_tokens: int = 512, max_running_requests: int = 8) -> P
     )
 
 
-def scout(folder: Path, *, context_length: int, **placed: int) -> Any:
+def scout(
+    folder: Path, *, context_length: int, compilers: Compilers | None = None, **placed: int
+) -> warmup.Scout:
     config = EngineConfig(model_path=str(folder))
     spec = read_spec(folder, context_length=context_length)
-    return warmup.Scout(spec, config=config, placement=placement(**placed), compilers=Compilers())
+    return warmup.Scout(
+        spec, config=config, placement=placement(**placed), compilers=compilers or Compilers()
+    )
 
 
 @pytest.mark.parametrize("context_length", [1, 17, 256])
@@ -84,6 +88,39 @@ def test_a_scout_runs_every_kind_of_step(
     assert mixed
     longest = {max(counts) for num_decodes, counts, _ in steps if not num_decodes}
     assert {min(count, context_length) for count in (2, 64, 512)} <= longest
+
+
+class Remembering(Compilers):
+    """Remembers the facts that it was asked for, and then has all of their kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def has_all(self, facts: str) -> bool:
+        self.asked.append(facts)
+        return facts in self.asked[:-1]
+
+
+def test_a_scout_looks_for_nothing_that_an_earlier_start_left(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+
+    def forward(self: Executor, token_ids_T: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        steps.append(len(token_ids_T))
+        return torch.zeros(len(token_ids_T), 64)
+
+    monkeypatch.setattr(Executor, "forward", forward)
+    folder, compilers = make_model(), Remembering()
+    counts = []
+    with torch.inference_mode():
+        # Twice the same start, then one whose rows have more pages, and one with fewer rows.
+        for facts in ({"context_length": 64}, {"context_length": 64}, {"context_length": 128}):
+            scout(folder, compilers=compilers, **facts).compile().wait()
+            counts.append(len(steps))
+        scout(folder, compilers=compilers, context_length=64, max_running_requests=4).compile().wait()
+    assert counts[0] == counts[1] < counts[2] < len(steps)
 
 
 def test_a_scout_finds_the_steps_of_fewer_processors(

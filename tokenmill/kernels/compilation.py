@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime.cache import get_cache_manager
 
 from tokenmill.kernels.compilers import Compilers
 from tokenmill.kernels.launchers import keep_apart
@@ -41,12 +43,15 @@ class ParallelCompilation:
         device: torch.device,
         *,
         compilers: Compilers | None = None,
+        facts: str | None = None,
         after: ParallelCompilation | None = None,
     ) -> None:
-        """With `compilers`, closed in the end, threads only load what processes compile. With another one to
-        come `after`, nothing that is compiled there is compiled here, and nothing at all before `start`."""
+        """With `compilers`, closed in the end, threads only load what processes compile; that all is compiled
+        that the `facts` ask for is remembered. With another one to come `after`, nothing that is compiled
+        there is compiled here, and nothing at all before `start`."""
         keep_apart()
         self._compilers = compilers or Compilers()
+        self._facts = facts
         count = self._compilers.num_processes or min(_MAX_THREADS, os.cpu_count() or 1)
         # The threads are free; they only start when there is work.
         self._threads = ThreadPoolExecutor(count, "tokenmill-compile", _use_device, (device,))
@@ -106,11 +111,12 @@ class ParallelCompilation:
         began = time.perf_counter()
         self._threads.shutdown()
         self._is_done = True
-        errors = [job.exception() for job in self._mode.jobs.values() if not job.cancelled()]
-        for error in filter(None, errors):
+        jobs = [job for job in self.jobs if not job.cancelled()]
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        for error in errors:
             _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
-        if errors and not any(errors):
-            self._compilers.remember()
+        if self._facts is not None and jobs and not errors:
+            self._compilers.remember(self._facts, [_folder(job.result()) for job in jobs])
         self._compilers.close()
         if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
             _log.info("waited %.1f s for kernels; later starts find them on the disk", seconds)
@@ -192,6 +198,11 @@ def _compile(compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> 
     keep(kernel)
     _log.debug("compiled %s in %.2f s", kernel.name, time.perf_counter() - began)
     return kernel
+
+
+def _folder(kernel: Any) -> str:
+    """The folder of Triton's cache in which a kernel is."""
+    return Path(get_cache_manager(kernel.hash).cache_dir).name
 
 
 def _use_device(device: torch.device) -> None:

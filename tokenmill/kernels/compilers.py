@@ -11,6 +11,7 @@ import gc
 import hashlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import pickle
@@ -105,11 +106,21 @@ class Compilers:
         finally:
             self._free.put(connection)
 
-    def remember(self) -> None:
-        """All kernels are on the disk: later starts for this purpose need no processes."""
+    def remember(self, facts: str, folders: Sequence[str]) -> None:
+        """All kernels are on the disk, in these folders of Triton's cache: later starts for this purpose need
+        no processes. `facts` decide which kernels that are."""
         if self._mark is not None:
             with suppress(OSError):
-                self._mark.touch()
+                self._mark.write_text(json.dumps([facts, *folders]), encoding="utf-8")
+
+    def has_all(self, facts: str) -> bool:
+        """Whether the kernels that a start with the same facts remembered are still on the disk."""
+        if self._mark is None:
+            return False
+        with suppress(OSError, ValueError):
+            remembered, *folders = json.loads(self._mark.read_text(encoding="utf-8"))
+            return bool(remembered == facts and all((self._mark.parent / each).is_dir() for each in folders))
+        return False
 
     def close(self) -> None:
         """End the processes; what they compile is not waited for. Idempotent."""

@@ -73,8 +73,8 @@ class Graph(Generic[_Made]):
 
 
 class Recorder:
-    """Captures steps of one runner. Kernels are compiled before (`warmup.py`), so a capture only records:
-    the first one waits for all of them, for none may be loaded meanwhile.
+    """Captures steps of one runner. Kernels are compiled before (`warmup.py`), so a capture only records: the
+    first one waits for all of them, and loads at most what an earlier start left on the disk.
 
     All graphs share one memory pool, because they never run at the same time.
     """

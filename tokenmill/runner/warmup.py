@@ -114,10 +114,17 @@ class Scout:
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         self._mailbox = Mailbox(num_lines=self._rows.num_inputs, most_rows=most_rows, device=placement.device)
-        self._compilation = ParallelCompilation(placement.device, compilers=compilers)
+        facts = repr((spec, placement, config.page_size, self._may_have_grammars))
+        self._has_all_on_disk = compilers.has_all(facts)
+        self._compilation = ParallelCompilation(
+            placement.device, compilers=compilers, facts=None if self._has_all_on_disk else facts
+        )
 
     def compile(self) -> ParallelCompilation:
         """Start to compile what the model's steps launch.
+
+        Where an earlier start left all of it on the disk, only what the largest step needs is looked for, as
+        it is measured: a launch takes milliseconds to load what it lacks, and looking for all half a second.
 
         What reads rows comes first, because it is waited for. The kernels of a short prompt compile while the
         others are found: it is what many engines begin with. Of the others, what takes longest comes first:
@@ -125,6 +132,9 @@ class Scout:
         them while they are found take twice the time of this one.
         """
         compilation = self._compilation
+        if self._has_all_on_disk:
+            self._rows.read(self._rows.spare_inputs(1))  # it is not skipped when what it reads are indices
+            return compilation
         with compilation:
             self._rows.read(self._rows.spare_inputs(1))
         reading = compilation.jobs
