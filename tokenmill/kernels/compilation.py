@@ -18,6 +18,7 @@ from triton import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager
 
 from tokenmill.kernels.compilers import Compilers
+from tokenmill.kernels.function_keys import settle_keys
 from tokenmill.kernels.launchers import keep_apart
 
 _log = logging.getLogger("tokenmill")
@@ -50,6 +51,7 @@ class ParallelCompilation:
         that the `facts` ask for is remembered. With another one to come `after`, nothing that is compiled
         there is compiled here, and nothing at all before `start`."""
         keep_apart()
+        settle_keys()
         self._compilers = compilers or Compilers()
         self._facts = facts
         count = self._compilers.num_processes or min(_MAX_THREADS, os.cpu_count() or 1)
