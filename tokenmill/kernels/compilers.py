@@ -199,7 +199,7 @@ class _Job:
     source_class: type[Any]
     module: str
     function: str
-    function_key: str  # in Triton's cache; it depends on the order in which functions were looked at
+    function_key: str  # in Triton's cache, which the other side need not make again
     signature: Any
     constants: Any
     attributes: Any
