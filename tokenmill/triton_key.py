@@ -10,6 +10,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from glob import iglob
 from pathlib import Path
 
 
@@ -59,9 +60,11 @@ class _Key:
 
 def _digest_of_files(triton: Path) -> str:
     """What changes with any file of which Triton makes its key, without reading them."""
-    sources = (
-        path for part in ("compiler", "backends", "language") for path in triton.glob(f"{part}/**/*.py")
-    )
-    files = [*sources, *triton.glob("_C/libtriton.*"), triton / "runtime" / "cache.py"]
+    sources = [f"{part}/**/*.py" for part in ("compiler", "backends", "language")]
+    files = [
+        triton / name
+        for pattern in (*sources, "_C/libtriton.*", "runtime/cache.py")
+        for name in iglob(pattern, root_dir=triton, recursive=True)  # follows links, as Triton does
+    ]
     facts = sorted((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

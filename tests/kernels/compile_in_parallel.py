@@ -207,7 +207,8 @@ def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
     (job,) = held_up.jobs
     edited = compilers.start_compilers("edited")
     compilers._sources = lambda: "other files than those that this process imported"
-    unused = compilation.ParallelCompilation(torch.device("cpu"), compilers=edited)
+    compilation._files = lambda kernel: [kernel.kept_by_something_else]
+    unused = compilation.ParallelCompilation(torch.device("cpu"), compilers=edited, facts="facts")
     with unused:
         triton_norm.rms_norm(x.double(), x[0].double(), 1e-6)
     unused.wait()
@@ -217,7 +218,7 @@ def in_processes(_: compilation.ParallelCompilation) -> dict[str, Any]:
         "hits": {name: name in hits for name in compiled},
         "launched": launched,
         "failure": type(job.exception()).__name__,
-        "status": [each._process.returncode for each in (first, *given_up, closed)],
+        "status": [each._process.returncode for each in (first, *given_up, closed, edited)],
     }
 
 

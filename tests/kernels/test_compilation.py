@@ -86,6 +86,20 @@ def test_processes_compile_what_is_not_on_the_disk_yet(tmp_path: Path) -> None:
     assert set(result["status"]) <= {0, -9}
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", "[", "5", "null", "[]", '["facts", 5.5]', '["facts", null]', '"facts"', '["facts", "gone"]'],
+)
+def test_what_was_remembered_may_be_broken(tmp_path: Path, content: str) -> None:
+    mark = tmp_path / "mark"
+    known = compilers.Compilers(mark=mark)
+    assert not known.has_all("facts")
+    mark.write_text(content)
+    assert not known.has_all("facts")
+    known.remember("facts", [str(tmp_path)])
+    assert known.has_all("facts")
+
+
 def test_processes_have_every_kernel_without_torch() -> None:
     """A module that they cannot import leaves its kernels to threads, without a word."""
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")

@@ -7,15 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
-from triton.runtime.cache import get_cache_manager
+from triton.runtime import cache
 
 from tokenmill.kernels.compilers import Compilers
 from tokenmill.kernels.function_keys import settle_keys
@@ -118,7 +117,8 @@ class ParallelCompilation:
         for error in errors:
             _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
         if self._facts is not None and jobs and not errors:
-            self._compilers.remember(self._facts, [_folder(job.result()) for job in jobs])
+            with suppress(Exception):  # kernels are kept by something else than Triton's files
+                self._compilers.remember(self._facts, [file for job in jobs for file in _files(job.result())])
         self._compilers.close()
         if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
             _log.info("waited %.1f s for kernels; later starts find them on the disk", seconds)
@@ -202,9 +202,17 @@ def _compile(compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> 
     return kernel
 
 
-def _folder(kernel: Any) -> str:
-    """The folder of Triton's cache in which a kernel is."""
-    return Path(get_cache_manager(kernel.hash).cache_dir).name
+def compiler_facts() -> list[str]:
+    """What Triton is, and what it heeds: with others, kernels that are on the disk may be of no use."""
+    environment = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("TRITON_")]
+    return [cache.triton_key(), *sorted(environment)]
+
+
+def _files(kernel: Any) -> list[str]:
+    """Where a kernel is on the disk."""
+    kept = cache.get_cache_manager(kernel.hash)
+    group = kept.get_group(f"{kernel.name[:150]}.json")
+    return [kept.get_file(f"__grp__{kernel.name[:150]}.json"), *group.values()]
 
 
 def _use_device(device: torch.device) -> None:

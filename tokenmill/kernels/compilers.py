@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -43,9 +43,9 @@ _SECONDS_TO_END = 0.2  # for processes that have nothing to do and are told to e
 _IDLE_SECONDS = 60.0  # after which a process ends by itself: the engine may have been left alone
 
 
-def _sources() -> str:
-    """What kernels are made of on the disk; it changes with every file."""
-    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+def _sources(folder: Path = Path(__file__).parent) -> str:
+    """What kernels are made of on the disk, or all in a folder is; it changes with every file."""
+    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.py"))]
     return _digest(*((name, file.st_mtime_ns, file.st_size) for name, file in files))
 
 
@@ -106,20 +106,21 @@ class Compilers:
         finally:
             self._free.put(connection)
 
-    def remember(self, facts: str, folders: Sequence[str]) -> None:
-        """All kernels are on the disk, in these folders of Triton's cache: later starts for this purpose need
-        no processes. `facts` decide which kernels that are."""
+    def remember(self, facts: str, files: Iterable[str]) -> None:
+        """All kernels are on the disk, in these files: later starts for this purpose need no processes.
+
+        `facts` are what decides, beside the purpose, which kernels that are.
+        """
         if self._mark is not None:
             with suppress(OSError):
-                self._mark.write_text(json.dumps([facts, *folders]), encoding="utf-8")
+                self._mark.write_text(json.dumps([facts, *files]), encoding="utf-8")
 
     def has_all(self, facts: str) -> bool:
         """Whether the kernels that a start with the same facts remembered are still on the disk."""
-        if self._mark is None:
-            return False
-        with suppress(OSError, ValueError):
-            remembered, *folders = json.loads(self._mark.read_text(encoding="utf-8"))
-            return bool(remembered == facts and all((self._mark.parent / each).is_dir() for each in folders))
+        with suppress(Exception):  # whatever became of the file
+            if self._mark is not None:
+                remembered, *files = json.loads(self._mark.read_text(encoding="utf-8"))
+                return bool(remembered == facts and all(map(os.path.exists, files)))
         return False
 
     def close(self) -> None:
@@ -171,7 +172,7 @@ def _start(purpose: str) -> Compilers:
     cache = Path(knobs.cache.dir)
     cache.mkdir(parents=True, exist_ok=True)
     # Is there once all kernels are, and vanishes with them.
-    mark = cache / f"tokenmill-{_digest(purpose, _SOURCES, __version__)}"
+    mark = cache / f"tokenmill-{_digest(purpose, _sources(Path(__file__).parents[1]), __version__)}"
     num_processors = len(os.sched_getaffinity(0))
     can_start = bool(sys.executable) and not getattr(sys, "frozen", False) and os.access(cache, os.W_OK)
     if mark.exists() or num_processors < _FEWEST_PROCESSORS or not can_start:
@@ -279,11 +280,12 @@ class _NoTorch(ModuleType):
 
 def _import_all() -> None:
     sys.modules["torch"] = _NoTorch("torch")
-    recall_key()
     from triton.runtime import cache
 
     from tokenmill import kernels
 
+    with suppress(Exception):  # else it is made
+        recall_key()
     with kept_byte_code("triton"):
         for module in pkgutil.iter_modules(kernels.__path__):
             if module.name.startswith(("triton_", "hopper_")):

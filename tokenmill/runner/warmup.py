@@ -17,7 +17,7 @@ import torch
 from tokenmill.attention.triton_backend import MANY_TOKENS
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidArgument
-from tokenmill.kernels.compilation import ParallelCompilation
+from tokenmill.kernels.compilation import ParallelCompilation, compiler_facts
 from tokenmill.kernels.compilers import Compilers
 from tokenmill.kernels.launching import measured, on_processors
 from tokenmill.kernels.linear import compile_tilings
@@ -114,7 +114,7 @@ class Scout:
         self._quarantine = Quarantine(self._rows, placement.device)
         self._steps = EagerSteps(self._executor, self._rows, self._quarantine)
         self._mailbox = Mailbox(num_lines=self._rows.num_inputs, most_rows=most_rows, device=placement.device)
-        facts = repr((spec, placement, config.page_size, self._may_have_grammars))
+        facts = repr((spec, _kernel_choices(placement), config.page_size, self._may_have_grammars))
         self._has_all_on_disk = compilers.has_all(facts)
         self._compilation = ParallelCompilation(
             placement.device, compilers=compilers, facts=None if self._has_all_on_disk else facts
@@ -279,6 +279,19 @@ class Scout:
             start = min(before, self._context_length - 1)
             fitting.append((min(count, self._context_length - start), start))
         return fitting
+
+
+def _kernel_choices(placement: Placement) -> list[object]:
+    """What decides which kernels there are, beside the model."""
+    return [
+        placement.device_name,
+        placement.dtype,
+        placement.attention_backend,
+        placement.max_running_requests,
+        placement.max_step_tokens,
+        placement.deterministic,
+        compiler_facts(),
+    ]
 
 
 def fit_step(scout: Scout, placement: Placement) -> tuple[Placement, int]:
