@@ -28,11 +28,19 @@ for found in pkgutil.iter_modules(kernels.__path__):
         found_here = [each for each in vars(module).values() if isinstance(each, JITCallable)]
         functions |= {each.__module__ + each.__name__: each for each in found_here}
 names = sorted(functions, reverse=is_backwards)
-print(json.dumps({name: functions[name].cache_key for name in names}))
+keys = {name: functions[name].cache_key for name in names}
+# Constants of one name but of several modules, which Triton takes in the order of their addresses.
+values = {name: {} for name in names}
+for name in names:
+    for (constant, _), (value, _) in functions[name].used_global_vals.items():
+        values[name].setdefault(constant, set()).add(str(value))
+ambiguous = sorted({constant for used in values.values() for constant in used if len(used[constant]) > 1})
+print(json.dumps([keys, ambiguous]))
 """
 
 
-def keys(*, is_backwards: bool, is_settled: bool) -> dict[str, str]:
+def keys(*, is_backwards: bool, is_settled: bool) -> tuple[dict[str, str], list[str]]:
+    """The keys of all functions, and constants that may make them others in the next process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([is_backwards, is_settled])],
@@ -42,12 +50,16 @@ def keys(*, is_backwards: bool, is_settled: bool) -> dict[str, str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    found, ambiguous = json.loads(done.stdout)
+    return found, ambiguous
 
 
 def test_keys_are_the_same_in_another_order() -> None:
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
-    forwards, backwards = (keys(is_backwards=each, is_settled=True) for each in (False, True))
+    (forwards, ambiguous), (backwards, _) = (
+        keys(is_backwards=each, is_settled=True) for each in (False, True)
+    )
+    assert ambiguous == []
     assert len(forwards) > 100
     assert len(set(forwards.values())) == len(forwards)
     assert forwards == backwards
@@ -56,5 +68,5 @@ def test_keys_are_the_same_in_another_order() -> None:
 def test_triton_alone_would_not_do() -> None:
     """If this fails with a newer Triton, `kernels.function_keys` is needed no more."""
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")
-    forwards, backwards = (keys(is_backwards=each, is_settled=False) for each in (False, True))
+    (forwards, _), (backwards, _) = (keys(is_backwards=each, is_settled=False) for each in (False, True))
     assert forwards != backwards
