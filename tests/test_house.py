@@ -128,6 +128,7 @@ GROUND_GRANTS: dict[str, set[str]] = {
     "own_processes": set(),
     "queue_order": {"frozen", "messages"},
     "texts": {"errors"},
+    "triton_key": {"cache_folder"},
 }
 
 # Below the line: the mill, the model, and the kernels.

@@ -1,8 +1,13 @@
-"""Where what was made once for this user stays for the next start: compiled kernels, Python's byte code."""
+"""Where what was made once for this user stays for the next start: compiled kernels, Python's byte code.
+
+And what tells whether it is still true, where it was made of files.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -15,3 +20,10 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     return folder
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """What changes with the size or the time of any file, in whatever order they come; none is read."""
+    facts = [(str(path), path.stat()) for path in files]
+    known = sorted((path, file.st_mtime_ns, file.st_size) for path, file in facts)
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:32]

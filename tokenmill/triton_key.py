@@ -6,12 +6,13 @@ because at every megabyte it waits for Python's interpreter.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable
 from glob import iglob
 from pathlib import Path
+
+from tokenmill.cache_folder import digest_of_files
 
 
 def recall_key() -> Path | None:
@@ -61,10 +62,8 @@ class _Key:
 def _digest_of_files(triton: Path) -> str:
     """What changes with any file of which Triton makes its key, without reading them."""
     sources = [f"{part}/**/*.py" for part in ("compiler", "backends", "language")]
-    files = [
+    return digest_of_files(
         triton / name
         for pattern in (*sources, "_C/libtriton.*", "runtime/cache.py")
         for name in iglob(pattern, root_dir=triton, recursive=True)  # follows links, as Triton does
-    ]
-    facts = sorted((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    )

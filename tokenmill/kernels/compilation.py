@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from triton import AsyncCompileMode
 from triton.runtime import cache
 
-from tokenmill.kernels.compilers import Compilers
+from tokenmill.kernels.compilers import Compilers, kernel_files
 from tokenmill.kernels.function_keys import settle_keys
 from tokenmill.kernels.launchers import keep_apart
 
@@ -117,8 +118,10 @@ class ParallelCompilation:
         for error in errors:
             _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
         if self._facts is not None and jobs and not errors:
-            with suppress(Exception):  # kernels are kept by something else than Triton's files
-                self._compilers.remember(self._facts, [file for job in jobs for file in _files(job.result())])
+            with suppress(Exception):  # the disk is full, or kernels are kept by something else
+                files = [kernel_files(job.result().hash, job.result().name) for job in jobs]
+                if all(files):
+                    self._compilers.remember(self._facts, chain.from_iterable(files))
         self._compilers.close()
         if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
             _log.info("waited %.1f s for kernels; later starts find them on the disk", seconds)
@@ -206,13 +209,6 @@ def compiler_facts() -> list[str]:
     """What Triton is, and what it heeds: with others, kernels that are on the disk may be of no use."""
     environment = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("TRITON_")]
     return [cache.triton_key(), *sorted(environment)]
-
-
-def _files(kernel: Any) -> list[str]:
-    """Where a kernel is on the disk."""
-    kept = cache.get_cache_manager(kernel.hash)
-    group = kept.get_group(f"{kernel.name[:150]}.json")
-    return [kept.get_file(f"__grp__{kernel.name[:150]}.json"), *group.values()]
 
 
 def _use_device(device: torch.device) -> None:

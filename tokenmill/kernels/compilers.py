@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tokenmill.cache_folder import digest_of_files
 from tokenmill.imports import kept_byte_code, may_use_gpu
 from tokenmill.own_processes import start_module
 from tokenmill.triton_key import recall_key
@@ -45,12 +46,7 @@ _IDLE_SECONDS = 60.0  # after which a process ends by itself: the engine may hav
 
 def _sources(folder: Path = Path(__file__).parent) -> str:
     """What kernels are made of on the disk, or all in a folder is; it changes with every file."""
-    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.py"))]
-    return _digest(*((name, file.st_mtime_ns, file.st_size) for name, file in files))
-
-
-def _digest(*facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    return digest_of_files(folder.rglob("*.py"))
 
 
 # Before any kernel is imported: as long as files are like that, what another process imports is the same.
@@ -86,7 +82,7 @@ class Compilers:
             return
         try:
             job = _Job.of(compile_kernel)
-            if _is_on_disk(key, job.function):
+            if kernel_files(hashlib.sha256(key.encode()).hexdigest(), job.function):
                 return
             pickled = pickle.dumps(job)
         except Exception as error:  # another Triton, or a kernel that another process has no name for
@@ -109,11 +105,11 @@ class Compilers:
     def remember(self, facts: str, files: Iterable[str]) -> None:
         """All kernels are on the disk, in these files: later starts for this purpose need no processes.
 
-        `facts` are what decides, beside the purpose, which kernels that are.
+        `facts` are what decides, beside the purpose, which kernels that are. Raises OSError if that cannot be
+        written down.
         """
         if self._mark is not None:
-            with suppress(OSError):
-                self._mark.write_text(json.dumps([facts, *files]), encoding="utf-8")
+            self._mark.write_text(json.dumps([facts, *files]), encoding="utf-8")
 
     def has_all(self, facts: str) -> bool:
         """Whether the kernels that a start with the same facts remembered are still on the disk."""
@@ -143,11 +139,13 @@ class Compilers:
                 self._process.wait()
 
 
-def _is_on_disk(key: str, name: str) -> bool:
+def kernel_files(digest: str, name: str) -> list[str]:
+    """Where a kernel of Triton's is on the disk, none if it is not; `digest` is that of its key."""
     from triton.runtime.cache import get_cache_manager
 
-    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return kept.get_group(f"{name[:150]}.json") is not None
+    kept, title = get_cache_manager(digest), f"{name[:150]}.json"
+    group = kept.get_group(title)
+    return [] if group is None else [kept.get_file(f"__grp__{title}"), *group.values()]
 
 
 def start_compilers(purpose: str) -> Compilers:
@@ -172,7 +170,8 @@ def _start(purpose: str) -> Compilers:
     cache = Path(knobs.cache.dir)
     cache.mkdir(parents=True, exist_ok=True)
     # Is there once all kernels are, and vanishes with them.
-    mark = cache / f"tokenmill-{_digest(purpose, _sources(Path(__file__).parents[1]), __version__)}"
+    asked = repr((purpose, _sources(Path(__file__).parents[1]), __version__))
+    mark = cache / f"tokenmill-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
     num_processors = len(os.sched_getaffinity(0))
     can_start = bool(sys.executable) and not getattr(sys, "frozen", False) and os.access(cache, os.W_OK)
     if mark.exists() or num_processors < _FEWEST_PROCESSORS or not can_start:

@@ -46,7 +46,7 @@ class Clock:
 
 
 @contextmanager
-def awake(device: torch.device) -> Iterator[None]:
+def _awake(device: torch.device) -> Iterator[None]:
     """Make a GPU this thread's device, and load what it needs in another thread, beside the block."""
     if device.type == "cpu":
         yield
@@ -84,7 +84,7 @@ def load(
 
     On a GPU kernels are compiled meanwhile, and afterwards beside the first steps.
     """
-    with awake(device):
+    with _awake(device):
         spec = read_spec(
             folder,
             overrides=config.json_model_override_args,
