@@ -177,3 +177,14 @@ def test_what_was_imported_is_not_looked_through_by_young_collections() -> None:
     young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
     assert not young.intersection(map(id, many))
     assert gc.get_freeze_count() == 0
+
+
+def test_what_python_itself_puts_aside_does_not_keep_objects_young(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 begins with 375 objects put aside; who freezes a process puts aside thousands."""
+    for num_aside, stays_young in ((375, False), (20_000, True)):
+        monkeypatch.setattr(gc, "get_freeze_count", lambda count=num_aside: count)
+        with garbage.uncollected():
+            mine = [[] for _ in range(1000)]
+            garbage.make_old()
+            young = {id(each) for each in gc.get_objects(0)}
+        assert bool(young.intersection(map(id, mine))) == stays_young

@@ -17,6 +17,7 @@ import torch
 
 import tokenmill
 from tokenmill.runner import graphs
+from tokenmill.runner.hardware import wake
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,6 +131,11 @@ def test_processes_compile_for_a_first_start(tmp_path: Path, arguments: dict[str
     assert tokens == next_tokens
     assert len(next_kernels) < len(kernels)
     assert all(was_found for _, was_found in next_kernels), next_kernels
+
+
+def test_nothing_fails_while_a_gpu_wakes() -> None:
+    """A start would not tell, for there it is no more than a beginning."""
+    wake(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

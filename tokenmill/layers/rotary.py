@@ -52,7 +52,10 @@ class Rotary(nn.Module):
         positions_P = torch.arange(num_positions)
         frequencies, factor = inverse_frequencies(spec, positions_P)
         angles_PR = positions_P[:, None].float() * frequencies
-        both_PW = torch.cat((angles_PR.cos(), angles_PR.sin()), dim=1) * factor
+        both_PW = torch.empty((num_positions, 2 * angles_PR.shape[1]))
+        for half_PR, function in zip(both_PW.chunk(2, dim=1), (torch.cos, torch.sin), strict=True):
+            function(angles_PR, out=half_PR)
+        both_PW *= factor
         self.register_buffer("cosines_and_sines_PW", both_PW.to(device, dtype), persistent=False)
 
     @staticmethod

@@ -85,8 +85,9 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def wake(device: torch.device) -> None:
-    """Use a GPU once, with the current thread: the driver, cuBLAS and Triton take a while to load.
+    """Use a GPU with the current thread: what is used for the first time has to be loaded, and takes a while.
 
+    First the driver, cuBLAS and Triton, then torch's own operators that steps launch, for up to 50 ms each.
     Most of it is not Python, so it goes well with other work in another thread.
     """
     torch.cuda.set_device(device)
@@ -95,6 +96,10 @@ def wake(device: torch.device) -> None:
     from triton.runtime.driver import driver
 
     driver.active.get_current_target()
+    table = torch.zeros((16, 16), dtype=torch.int32, device=device)
+    numbers = torch.arange(16, device=device)
+    places = table[numbers, numbers // 16].to(torch.int64) * 16 + numbers % 16
+    torch.cat((torch.where(numbers < 0, numbers, places), numbers))
 
 
 def _device_name(device: torch.device) -> str:
