@@ -135,7 +135,7 @@ def test_processes_compile_for_a_first_start(tmp_path: Path, arguments: dict[str
 
 def test_nothing_fails_while_a_gpu_wakes() -> None:
     """A start would not tell, for there it is no more than a beginning."""
-    wake(torch.device("cuda"))
+    wake(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
