@@ -25,7 +25,7 @@ from tokenmill.batch.records import find_all
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_KILLS = int(os.environ.get("TOKENMILL_TEST_KILLS", "18"))
+NUM_KILLS = int(os.environ.get("TOKENMILL_TEST_KILLS", "12"))
 NUM_ROWS = 4 * NUM_KILLS
 HEADER_BYTES = 64
 
