@@ -52,7 +52,7 @@ class Rotary(nn.Module):
         positions_P = torch.arange(num_positions)
         frequencies, factor = inverse_frequencies(spec, positions_P)
         angles_PR = positions_P[:, None].float() * frequencies
-        both_PW = torch.empty((num_positions, 2 * angles_PR.shape[1]))
+        both_PW = angles_PR.new_empty((num_positions, 2 * angles_PR.shape[1]))
         for half_PR, function in zip(both_PW.chunk(2, dim=1), (torch.cos, torch.sin), strict=True):
             function(angles_PR, out=half_PR)
         both_PW *= factor
