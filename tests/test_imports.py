@@ -112,3 +112,25 @@ def test_a_gpu_counts_where_torch_is_built_for_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: torch)
     monkeypatch.setattr(imports, "_GPU_DEVICES", (tmp_path / "gpu",))
     assert imports.may_use_gpu() == expected
+
+
+def test_threads_that_import_transformers_at_once_all_get_the_whole(tmp_path: Path) -> None:
+    """The module puts another one in its place, as the true one does; a plain import gets the first one."""
+    (tmp_path / "transformers.py").write_text(
+        "import sys, time, types\n"
+        "time.sleep(0.5)\n"
+        "whole = types.ModuleType('transformers')\n"
+        "whole.AutoTokenizer = 5\n"
+        "sys.modules['transformers'] = whole\n"
+    )
+    code = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from tokenmill.imports import import_transformers\n"
+        "with ThreadPoolExecutor(4) as threads:\n"
+        "    jobs = [threads.submit(lambda: import_transformers().AutoTokenizer) for _ in range(4)]\n"
+        "print([job.result() for job in jobs])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[5, 5, 5, 5]\n", done.stderr

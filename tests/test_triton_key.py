@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill import triton_key
+from tokenmill.cache_folder import digest_of_files
 
 pytestmark = pytest.mark.cpu
 
@@ -90,6 +91,16 @@ def test_each_file_that_triton_reads_counts(tmp_path: Path, name: str) -> None:
     changed = triton_key._digest_of_files(tmp_path)
     os.utime(tmp_path / "_C" / "libtriton.so", (1, 1))
     assert len({before, changed, triton_key._digest_of_files(tmp_path)}) == 3
+
+
+def test_a_link_that_leads_nowhere_is_no_failure(tmp_path: Path) -> None:
+    """Some editors put one beside a file that is being changed."""
+    (tmp_path / "a.py").write_text("1")
+    before = digest_of_files(tmp_path.iterdir())
+    (tmp_path / ".#a.py").symlink_to("somebody@somewhere.1")
+    changed = digest_of_files(tmp_path.iterdir())
+    assert changed != before
+    assert digest_of_files(tmp_path.iterdir()) == changed
 
 
 def test_files_behind_links_count(tmp_path: Path) -> None:

@@ -23,7 +23,17 @@ def cache_folder() -> Path | None:
 
 
 def digest_of_files(files: Iterable[Path]) -> str:
-    """What changes with the size or the time of any file, in whatever order they come; none is read."""
-    facts = [(str(path), path.stat()) for path in files]
-    known = sorted((path, file.st_mtime_ns, file.st_size) for path, file in facts)
+    """What changes with the size or the time of any file, in whatever order they come; none is read.
+
+    A link that leads nowhere, as some editors put beside a file, counts by its name.
+    """
+    known = sorted((str(path), *_size_and_time(path)) for path in files)
     return hashlib.sha256(repr(known).encode()).hexdigest()[:32]
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    try:
+        file = path.stat()
+    except OSError:  # also of a file that has gone since it was listed
+        return -1, -1
+    return file.st_size, file.st_mtime_ns

@@ -14,11 +14,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from tokenmill.cache_folder import cache_folder
 from tokenmill.garbage import make_old, uncollected
 from tokenmill.triton_key import make_key, recall_key
 
+_importing_transformers = threading.Lock()
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second one on Windows' Linux
 
 
@@ -30,6 +32,17 @@ def may_use_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return Path(spec.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
+
+
+def import_transformers() -> Any:
+    """transformers, which is imported by one thread at a time.
+
+    At the end of its import it puts a module that knows its contents in its own place, which a thread that
+    imported it meanwhile would not see.
+    """
+    with _importing_transformers:
+        import transformers
+    return transformers
 
 
 @contextmanager

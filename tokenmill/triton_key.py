@@ -43,8 +43,11 @@ def make_key(kept: Path) -> None:
     key = cache.triton_key()
     kept.parent.mkdir(parents=True, exist_ok=True)
     unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
-    unfinished.write_text(key, encoding="utf-8")
-    unfinished.replace(kept)
+    try:
+        unfinished.write_text(key, encoding="utf-8")
+        unfinished.replace(kept)
+    finally:
+        unfinished.unlink(missing_ok=True)  # the disk may be full
 
 
 class _Key:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 
 from tests.core.conftest import FACTS, Unprepared
 from tokenmill.config import EngineConfig
+from tokenmill.core import launch
 from tokenmill.core.launch import CoreThread, start_core
 from tokenmill.errors import EngineClosed, EngineDead, InvalidArgument
 from tokenmill.messages import EngineFacts, Lane, Output, Request, StepPlan, StepResult
@@ -258,3 +261,42 @@ def test_a_grammar_backend_that_is_not_there_is_told_before_any_loading(
     config = EngineConfig(grammar_backend="xgrammar", core_process=core_process)
     with pytest.raises(InvalidArgument, match=r"tokenmill\[xgrammar\]"):
         start_core(config, deliver=ears.deliver, died=ears.died)
+
+
+class Opened:
+    """Held by the frame of a start that fails."""
+
+
+def test_what_a_failed_start_has_loaded_goes_while_its_error_stays(ears: Ears) -> None:
+    loaded: list[weakref.ref[Opened]] = []
+
+    def load() -> None:
+        weights = Opened()
+        loaded.append(weakref.ref(weights))
+        raise ValueError("no room")
+
+    def fails() -> Any:
+        weights = Opened()
+        loaded.append(weakref.ref(weights))
+        try:
+            load()
+        except ValueError as error:
+            raise RuntimeError("the start failed") from error
+
+    with pytest.raises(RuntimeError, match="the start failed") as caught:
+        CoreThread(fails, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)
+    gc.collect()
+    assert [each() for each in loaded] == [None, None]
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_mill_whose_loop_cannot_be_built_is_closed(
+    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_loop(*_: Any, **__: Any) -> Any:
+        raise ValueError("no loop")
+
+    monkeypatch.setattr(launch, "build_loop", build_loop)
+    with pytest.raises(ValueError, match="no loop"):
+        CoreThread(lambda: mill, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)
+    assert mill.closed

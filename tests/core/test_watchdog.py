@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -120,6 +121,22 @@ def test_a_stalled_engine_tells_everybody_and_can_be_shut_down(
         engine.flush_cache()
     assert "in __call__" in caplog.text
     engine.shutdown()
+
+
+def test_python_ends_in_good_order_though_a_step_took_too_long() -> None:
+    """It waits for the step to come back; the thread would take the process down on its way out of torch."""
+    script = """
+        import tokenmill as sgl
+
+        engine = sgl.Engine("tiny", device="cpu", watchdog_timeout=0.001)
+        try:
+            engine.generate("hello", {"max_new_tokens": 200, "ignore_eos": True})
+        except sgl.EngineDead:
+            print("dead")
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "dead\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -100,6 +100,24 @@ def test_what_was_remembered_may_be_broken(tmp_path: Path, content: str) -> None
     assert known.has_all("facts")
 
 
+def test_a_full_disk_leaves_what_was_remembered_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    known = compilers.Compilers(mark=mark)
+    known.remember("facts", [str(tmp_path)])
+
+    def write(path: Path, text: str, **_: Any) -> int:
+        path.write_bytes(text[:5].encode())
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(OSError, match="no space"):
+        known.remember("others", [str(tmp_path)])
+    assert list(tmp_path.iterdir()) == [mark]
+    assert known.has_all("facts")
+
+
 def test_processes_have_every_kernel_without_torch() -> None:
     """A module that they cannot import leaves its kernels to threads, without a word."""
     pytest.importorskip("triton", reason="Triton is not installed (extra 'interpreter')")

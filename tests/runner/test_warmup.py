@@ -123,6 +123,39 @@ def test_a_scout_looks_for_nothing_that_an_earlier_start_left(
     assert counts[0] == counts[1] < counts[2] < len(steps)
 
 
+def test_only_the_first_scout_of_a_process_has_its_kernels_remembered(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others lack those that the first one has loaded."""
+    noted: list[str | None] = []
+
+    class Noted(warmup.ParallelCompilation):
+        def __init__(self, *arguments: Any, facts: str | None, **more: Any) -> None:
+            super().__init__(*arguments, facts=facts, **more)
+            noted.append(facts)
+
+    monkeypatch.setattr(warmup, "ParallelCompilation", Noted)
+    monkeypatch.setattr(warmup.Scout, "_is_first", True)
+    with torch.inference_mode():
+        for _ in range(2):
+            scout(make_model(), context_length=64)
+    assert [each is None for each in noted] == [False, True]
+
+
+def test_kernels_are_not_compiled_for_a_scout_that_failed(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(self: warmup.Scout) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(warmup.Scout, "_find", find)
+    with torch.inference_mode():
+        failing = scout(make_model(), context_length=64)
+        with pytest.raises(MemoryError):
+            failing.compile()
+    assert failing._compilation._is_done
+
+
 def test_a_scout_finds_the_steps_of_fewer_processors(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

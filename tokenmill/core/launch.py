@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,6 +22,7 @@ from tokenmill.grammar.backends import check_backend
 from tokenmill.messages import AnswerSink, Core, DeathSink, EngineFacts, Need, Request, Runner, Sink
 
 _log = logging.getLogger("tokenmill")
+_SECONDS_TO_COME_BACK = 5.0  # for a step that takes too long, when Python ends
 
 
 def start_core(config: EngineConfig, *, deliver: Sink, died: DeathSink) -> Core:
@@ -138,6 +141,7 @@ class CoreThread:
         deliver: Sink,
         started: Future[EngineFacts],
     ) -> None:
+        mill: Runner | None = None
         try:
             mill = open_mill()
             self._feeds_device = mill.facts.device != "cpu"
@@ -145,6 +149,9 @@ class CoreThread:
             loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver, rest=rest)
             self._pulse = loop.pulse
         except BaseException as error:
+            if mill is not None:
+                mill.close()
+            _let_go(error)
             self._left.set()
             started.set_exception(error)
             return
@@ -176,6 +183,8 @@ class CoreThread:
         with self._state:
             self._has_stalled = True
             self._inbox.put(Close())
+        # Where Python ends first, a thread that then comes out of torch would take the process down.
+        atexit.register(self._thread.join, _SECONDS_TO_COME_BACK)
         self._fail_calls()
         self._left.set()
 
@@ -189,3 +198,11 @@ class CoreThread:
                 if isinstance(error, EngineClosed)
                 else EngineDead(f"the engine ended before it answered: {error!r}")
             )
+
+
+def _let_go(error: BaseException) -> None:
+    """Nothing that a failed start had loaded stays on the device for as long as somebody has its error."""
+    told: BaseException | None = error
+    while told is not None:
+        traceback.clear_frames(told.__traceback__)
+        told = told.__cause__ or told.__context__

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import InvalidArgument, UnknownArgument, WrongType, reading
 from tokenmill.frontend.failures import RAISED, Faults
+from tokenmill.imports import import_transformers
 from tokenmill.sampling_params import check_flag, check_text, show
 from tokenmill.texts import plain_text
 
@@ -294,6 +295,7 @@ def _tool(tool: Any, place: str) -> Any:
         return dict(tool)
     if not callable(tool):
         raise WrongType(f"{place} must be a dict in OpenAI's shape or a Python function, got {show(tool)}")
+    import_transformers()
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:

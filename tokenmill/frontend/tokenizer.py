@@ -24,7 +24,7 @@ from tokenmill.frontend.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
-from tokenmill.imports import quick_imports
+from tokenmill.imports import import_transformers, quick_imports
 from tokenmill.messages import Request
 from tokenmill.signals import HeldSignals
 
@@ -91,10 +91,10 @@ class Tokenizer:
             quick_imports(gpu=None if config.device == "cpu" or config.core_process else config.base_gpu_id),
             HeldSignals(),
         ):
-            from transformers import AutoTokenizer  # which imports torch
+            auto_tokenizer = import_transformers().AutoTokenizer  # which imports torch
 
         try:
-            loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+            loaded = auto_tokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
             loaded("", verbose=False)  # some senseless settings fail with the first text, whichever it is
         except ImportError:
             raise
@@ -254,10 +254,10 @@ def _unusable(folder: Path, error: Exception, *, trust_remote_code: bool) -> Inv
     for template in folder.glob("*.jinja"):
         hub.read_text(template)
     from tokenizers import Tokenizer as Backend
-    from transformers import AutoConfig
 
     problem = told(error)
-    read_config = partial(AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
+    auto_config = import_transformers().AutoConfig
+    read_config = partial(auto_config.from_pretrained, trust_remote_code=trust_remote_code)
     if problem == _problem(read_config, folder):  # it is read before the tokenizer
         return UnsupportedModel(
             f"{folder / 'config.json'}: this is not a valid configuration: {problem}; correct the file"

@@ -10,6 +10,7 @@ from typing import Any
 from tokenmill import hub
 from tokenmill.config import EngineConfig
 from tokenmill.grammar.base import BadGrammar
+from tokenmill.imports import import_transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,9 @@ def read_vocabulary(config: EngineConfig) -> Vocabulary:
 
 def load_tokenizer(config: EngineConfig) -> Any:
     """The fast tokenizer of transformers. Raises `BadGrammar` if the model has no such one."""
-    from transformers import AutoTokenizer
-
     folder = _folder(config)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+    auto_tokenizer = import_transformers().AutoTokenizer
+    tokenizer = auto_tokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
     if not tokenizer.is_fast:
         raise BadGrammar(
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no tokenizer.json, without which "

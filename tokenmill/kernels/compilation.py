@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime import cache
 
 from tokenmill.kernels.compilers import Compilers, kernel_files
@@ -117,7 +119,8 @@ class ParallelCompilation:
         errors = [error for job in jobs if (error := job.exception()) is not None]
         for error in errors:
             _log.debug("a kernel could not be compiled ahead of its launch: %s", error)
-        if self._facts is not None and jobs and not errors:
+        is_kept = not knobs.compilation.always_compile  # else what is on the disk is never used
+        if self._facts is not None and jobs and not errors and is_kept:
             with suppress(Exception):  # the disk is full, or kernels are kept by something else
                 files = [kernel_files(job.result().hash, job.result().name) for job in jobs]
                 if all(files):
@@ -206,9 +209,14 @@ def _compile(compile_kernel: Callable[[], Any], keep: Callable[[Any], None]) -> 
 
 
 def compiler_facts() -> list[str]:
-    """What Triton is, and what it heeds: with others, kernels that are on the disk may be of no use."""
-    environment = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("TRITON_")]
-    return [cache.triton_key(), *sorted(environment)]
+    """What Triton is, and what it heeds: with others, kernels that are on the disk may be of no use.
+
+    What launches them is on the disk, too, for one version of Python.
+    """
+    names = ("TRITON_", "PTXAS_", "DISABLE_PTXAS")
+    heeded = [item for item in os.environ.items() if item[0].startswith(names)]
+    heeded += get_cache_invalidating_env_vars().items()
+    return [cache.triton_key(), str(sysconfig.get_config_var("EXT_SUFFIX")), *sorted(map("=".join, heeded))]
 
 
 def _use_device(device: torch.device) -> None:

@@ -108,8 +108,14 @@ class Compilers:
         `facts` are what decides, beside the purpose, which kernels that are. Raises OSError if that cannot be
         written down.
         """
-        if self._mark is not None:
-            self._mark.write_text(json.dumps([facts, *files]), encoding="utf-8")
+        if self._mark is None:
+            return
+        unfinished = self._mark.with_name(f"{self._mark.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(json.dumps([facts, *files]), encoding="utf-8")
+            unfinished.replace(self._mark)
+        finally:
+            unfinished.unlink(missing_ok=True)  # the disk may be full
 
     def has_all(self, facts: str) -> bool:
         """Whether the kernels that a start with the same facts remembered are still on the disk."""
@@ -145,7 +151,7 @@ def kernel_files(digest: str, name: str) -> list[str]:
 
     kept, title = get_cache_manager(digest), f"{name[:150]}.json"
     group = kept.get_group(title)
-    return [] if group is None else [kept.get_file(f"__grp__{title}"), *group.values()]
+    return [kept.get_file(f"__grp__{title}"), *group.values()] if group else []  # empty: files are gone
 
 
 def start_compilers(purpose: str) -> Compilers:

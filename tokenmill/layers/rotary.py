@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokenmill.imports import import_transformers
+
 # Passed on to models, which do not see the kernels.
 from tokenmill.kernels.operands import Rotation as Rotation
 
@@ -117,10 +119,10 @@ _FORMULAS: dict[str, Callable[[torch.Tensor, RopeSpec], torch.Tensor]] = {
 
 def _scaled(spec: RopeSpec, *, length: int | torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
     """transformers' formula of a scaling, for sequences of a length."""
-    from transformers import LlamaConfig
+    llama_config = import_transformers().LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(
+    config = llama_config(
         head_dim=spec.head_dim,
         hidden_size=spec.head_dim,
         num_attention_heads=1,

@@ -21,6 +21,7 @@ import torch
 from tokenmill.attention.base import AttentionSpec
 from tokenmill.errors import InvalidArgument, ModelNotFound, UnsupportedModel, told
 from tokenmill.hub import read_json
+from tokenmill.imports import import_transformers
 from tokenmill.layers.rotary import ROPE_TYPES, RopeSpec, inverse_frequencies
 from tokenmill.models.checkpoint import stored_dtype
 from tokenmill.models.configuration import COUNTS, read_configuration
@@ -182,13 +183,13 @@ def _configuration(
     folder: Path, stored: Mapping[str, Any], overrides: Mapping[str, Any], *, trust_remote_code: bool
 ) -> Any:
     """transformers' configuration object of the folder with the overrides."""
-    from transformers import AutoConfig
+    auto_config = import_transformers().AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = overrides.get("model_type", stored.get("model_type"))
     try:
         if trust_remote_code and "auto_map" in stored:
-            config_class = type(AutoConfig.from_pretrained(folder, trust_remote_code=True))
+            config_class = type(auto_config.from_pretrained(folder, trust_remote_code=True))
         elif isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             with _no_composed_docstrings():
                 config_class = CONFIG_MAPPING[model_type]

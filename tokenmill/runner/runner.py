@@ -35,7 +35,7 @@ from tokenmill.runner.profile import Profiler
 from tokenmill.runner.quarantine import Quarantine
 from tokenmill.runner.recorder import StepKind, longest_keys
 from tokenmill.runner.results import Results
-from tokenmill.runner.startup import Clock, load
+from tokenmill.runner.startup import Clock, Loaded, load
 from tokenmill.runner.weights import Weights
 from tokenmill.sampling import SamplingNeeds
 
@@ -66,14 +66,18 @@ class LocalRunner:
         self._device = choose_device(config)
         with torch.inference_mode():
             loaded = load(folder, self._device, config, compilers, clock)
-            spec = loaded.spec
-            placement = loaded.placement
-            self._kernels = loaded.kernels
+        self._kernels = loaded.kernels
+        with nullcontext() if self._kernels is None else self._kernels.cancelled_by_failure():
+            self._open(loaded, config, clock)
+
+    def _open(self, loaded: Loaded, config: EngineConfig, clock: Clock) -> None:
+        spec = loaded.spec
+        placement = loaded.placement
+        with torch.inference_mode():
             self._weights = Weights(loaded.model, spec, config)
-            with nullcontext() if self._kernels is None else self._kernels.cancelled_by_failure():
-                self._executor, size = build_executor(
-                    loaded.model, spec, step_bytes=loaded.step_bytes, config=config, placement=placement
-                )
+            self._executor, size = build_executor(
+                loaded.model, spec, step_bytes=loaded.step_bytes, config=config, placement=placement
+            )
             self._rows = Rows(
                 num_slots=placement.max_running_requests,
                 num_columns=-(-spec.context_length // config.page_size),

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -71,6 +71,8 @@ class Scout:
     Its steps launch the kernels of the real model's steps, through the same code.
     """
 
+    _is_first: ClassVar[bool] = True  # of this process
+
     def __init__(
         self, spec: ModelSpec, *, config: EngineConfig, placement: Placement, compilers: Compilers
     ) -> None:
@@ -116,8 +118,11 @@ class Scout:
         self._mailbox = Mailbox(num_lines=self._rows.num_inputs, most_rows=most_rows, device=placement.device)
         facts = repr((spec, _kernel_choices(placement), config.page_size, self._may_have_grammars))
         self._has_all_on_disk = compilers.has_all(facts)
+        # Kernels that an earlier engine of this process has loaded would be missing in what is remembered.
+        is_remembered = Scout._is_first and not self._has_all_on_disk
+        Scout._is_first = False
         self._compilation = ParallelCompilation(
-            placement.device, compilers=compilers, facts=None if self._has_all_on_disk else facts
+            placement.device, compilers=compilers, facts=facts if is_remembered else None
         )
 
     def compile(self) -> ParallelCompilation:
@@ -132,9 +137,15 @@ class Scout:
         them while they are found take twice the time of this one.
         """
         compilation = self._compilation
-        if self._has_all_on_disk:
-            self._rows.read(self._rows.spare_inputs(1))  # it is not skipped when what it reads are indices
-            return compilation
+        with compilation.cancelled_by_failure():
+            if self._has_all_on_disk:
+                self._rows.read(self._rows.spare_inputs(1))  # not skipped when what it reads are indices
+            else:
+                self._find()
+        return compilation
+
+    def _find(self) -> None:
+        compilation = self._compilation
         with compilation:
             self._rows.read(self._rows.spare_inputs(1))
         reading = compilation.jobs
@@ -143,7 +154,6 @@ class Scout:
         with compilation.held():
             self._find_others(reading)
         _log.debug("compiling %d kernels", compilation.num_kernels)
-        return compilation
 
     def _find_others(self, reading: Sequence[Future[Any]]) -> None:
         """All but the steps of a short prompt; `reading` is the kernel that reads rows."""

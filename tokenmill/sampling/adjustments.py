@@ -27,7 +27,7 @@ class Adjustments:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._device = device
-        self._penalties_S3 = torch.zeros((num_slots, 3), device=device)
+        self._penalties_S3 = torch.zeros((num_slots, 3), dtype=torch.float32, device=device)
         self._penalties_S3[:, 2] = 1.0  # what is on the device stays there: a copy would wait for it
         self._counts_SV: torch.Tensor | None = None
         self._bias_ids = SlotLists(num_slots, dtype=torch.int64, device=device)

@@ -340,7 +340,7 @@ def _cut_by_histogram(row: _Rows, tile: _Tile, limit: torch.Tensor) -> _Cut:
     exponentials_V = _exponentials(values_V.clone(), values_V.amax(), row.scales_R)
     weights_V = (exponentials_V * 2.0**WEIGHT_BITS).to(torch.int64)
     bins_V = _bins(exponentials_V)
-    num_bins = int(_bins(torch.ones(1))) + 1
+    num_bins = int(_bins(torch.ones(1, dtype=torch.float32))) + 1
     # Bins in descending order, as the survivors are.
     counts = torch.bincount(bins_V, minlength=num_bins).flip(0)
     masses = torch.zeros_like(counts).scatter_add_(0, num_bins - 1 - bins_V, weights_V)
