@@ -10,7 +10,7 @@ token ids.  An engine is wrapped in an adapter object with
 Timings are host wall clock around one blocking ``generate`` call.  Random-weight
 ("dummy") models are fine: ``ignore_eos`` fixes the output lengths.
 
-    python bench/workloads.py        # prints each workload's size and digest
+    python benchmarks/workloads.py        # prints each workload's size and digest
 """
 
 from __future__ import annotations

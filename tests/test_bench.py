@@ -120,7 +120,8 @@ def test_sweep_ends_with_the_number_that_is_wanted() -> None:
     [
         ({"workloads": ["w8"]}, "workloads must be of w1, w2, w3, w4, w5, w6, w7, got 'w8'"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
-        ({"requests": -3}, "requests must be at least 1, got -3; leave it out"),
+        ({"requests": -3}, "requests must be between 1 and 100000, got -3; leave it out"),
+        ({"requests": 10**9}, "requests must be between 1 and 100000, got 1000000000; leave it out"),
         ({"scale": 0.0}, "scale must be a finite number above 0 and at most 1, got 0.0; 1 is full length"),
         ({"scale": 2.0}, "scale must be a finite number above 0 and at most 1, got 2.0"),
     ],

@@ -23,7 +23,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def told() -> list[Any]:
-    """What each row gives, twice, for slots that had something special are used again; a prompt's logprobs."""
+    """What each row gives, twice, for slots are used again; a prompt's logprobs."""
     prompts = [f"The number {index} is" for index in range(len(PARAMS))]
     params = [{"max_new_tokens": 8, "ignore_eos": True, **each} for each in PARAMS]
     with sgl.Engine("tiny", dtype="float32", max_running_requests=2, disable_radix_cache=True) as engine:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 HIGHEST_ID = 10_000  # every token id up to this one may be drawn
 CPU_SCALE = 1 / 8
 START = "w6"  # constructor to first token: measured in any case, because an engine has to start anyway
+_MOST_REQUESTS = 100_000  # all are made before the first one runs
 GRAMMAR = "w5"  # the only one that needs a tokenizer
 DEFAULT_WORKLOADS = ("w1", "w2", "w3", "w4", "w7")
 
@@ -185,7 +186,8 @@ class Choice:
             _check_name(name)
         check_whole("repeats", self.repeats, minimum=1)
         if self.requests is not None:
-            check_whole("requests", self.requests, minimum=1, remedy="; leave it out for each workload's own")
+            remedy = "; leave it out for each workload's own"
+            check_whole("requests", self.requests, minimum=1, maximum=_MOST_REQUESTS, remedy=remedy)
         if self.scale is not None:
             check_real("scale", self.scale, minimum=0, maximum=1, above=True, remedy="; 1 is full length")
 
