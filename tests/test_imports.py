@@ -6,6 +6,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,3 +137,27 @@ def test_threads_that_import_transformers_at_once_all_get_the_whole(tmp_path: Pa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[5, 5, 5, 5]\n", done.stderr
+
+
+def test_settings_for_byte_code_are_as_before_when_blocks_of_threads_overlap(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both threads see that byte code would be lost before either changes that."""
+    both = threading.Barrier(2, timeout=10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(imports, "_lacks_byte_code", lambda package: both.wait() >= 0)
+
+    entered: list[int] = []
+
+    def enter(number: int) -> None:
+        with imports.kept_byte_code("anything"):
+            entered.append(number)
+            both.wait()
+            time.sleep(0.1 * (number != entered[0]))  # who came first leaves first
+            assert not sys.dont_write_bytecode
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(enter, range(2)))
+    assert (sys.dont_write_bytecode, sys.pycache_prefix) == (True, None)

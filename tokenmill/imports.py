@@ -68,12 +68,36 @@ def kept_byte_code(package: str) -> Iterator[None]:
     if not is_lost or (folder := cache_folder()) is None:
         yield
         return
-    before = sys.dont_write_bytecode, sys.pycache_prefix
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder / "bytecode")
+    _redirection.begin(folder / "bytecode")
     try:
         yield
     finally:
-        sys.dont_write_bytecode, sys.pycache_prefix = before
+        _redirection.end()
+
+
+class _Redirection:
+    """Python's settings for byte code, changed as long as any thread is in a block for which they must be."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before: tuple[bool, str | None] = False, None
+
+    def begin(self, folder: Path) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._before = sys.dont_write_bytecode, sys.pycache_prefix
+                sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                sys.dont_write_bytecode, sys.pycache_prefix = self._before
+
+
+_redirection = _Redirection()
 
 
 def _lacks_byte_code(package: str) -> bool:
