@@ -22,6 +22,16 @@ def cache_folder() -> Path | None:
     return folder
 
 
+def keep_text(path: Path, text: str) -> None:
+    """Have a file hold the text, or be as it was (OSError): who reads it meanwhile sees one or the other."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # the disk may be full
+
+
 def digest_of_files(files: Iterable[Path]) -> str:
     """What changes with the size or the time of any file, in whatever order they come; none is read.
 

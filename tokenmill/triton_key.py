@@ -6,13 +6,12 @@ because at every megabyte it waits for Python's interpreter.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from glob import iglob
 from pathlib import Path
 
-from tokenmill.cache_folder import digest_of_files
+from tokenmill.cache_folder import digest_of_files, keep_text
 
 
 def recall_key() -> Path | None:
@@ -42,12 +41,7 @@ def make_key(kept: Path) -> None:
 
     key = cache.triton_key()
     kept.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(key, encoding="utf-8")
-        unfinished.replace(kept)
-    finally:
-        unfinished.unlink(missing_ok=True)  # the disk may be full
+    keep_text(kept, key)
 
 
 class _Key:

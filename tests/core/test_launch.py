@@ -300,3 +300,25 @@ def test_a_mill_whose_loop_cannot_be_built_is_closed(
     with pytest.raises(ValueError, match="no loop"):
         CoreThread(lambda: mill, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)
     assert mill.closed
+
+
+def test_an_error_that_is_its_own_cause_is_told(ears: Ears) -> None:
+    def fails() -> Any:
+        error = ValueError("again and again")
+        raise error from error
+
+    with pytest.raises(ValueError, match="again and again"):
+        CoreThread(fails, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mill_that_cannot_be_closed_leaves_nobody_waiting(
+    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no loop")
+
+    monkeypatch.setattr(launch, "build_loop", fails)
+    monkeypatch.setattr(mill, "close", fails)
+    with pytest.raises(ValueError, match="no loop"):
+        CoreThread(lambda: mill, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)

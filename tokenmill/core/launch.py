@@ -149,11 +149,13 @@ class CoreThread:
             loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver, rest=rest)
             self._pulse = loop.pulse
         except BaseException as error:
-            if mill is not None:
-                mill.close()
-            _let_go(error)
-            self._left.set()
-            started.set_exception(error)
+            try:
+                if mill is not None:
+                    mill.close()
+            finally:  # somebody waits
+                _let_go(error)
+                self._left.set()
+                started.set_exception(error)
             return
         started.set_result(mill.facts)
         watchdog = Watchdog(loop, config.watchdog_timeout, stalled=self._give_up)
@@ -202,7 +204,9 @@ class CoreThread:
 
 def _let_go(error: BaseException) -> None:
     """Nothing that a failed start had loaded stays on the device for as long as somebody has its error."""
-    told: BaseException | None = error
-    while told is not None:
-        traceback.clear_frames(told.__traceback__)
-        told = told.__cause__ or told.__context__
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:  # an error may be its own cause
+        seen.add(id(cause))
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenmill.cache_folder import digest_of_files
+from tokenmill.cache_folder import digest_of_files, keep_text
 from tokenmill.imports import kept_byte_code, may_use_gpu
 from tokenmill.own_processes import start_module
 from tokenmill.triton_key import recall_key
@@ -108,14 +108,8 @@ class Compilers:
         `facts` are what decides, beside the purpose, which kernels that are. Raises OSError if that cannot be
         written down.
         """
-        if self._mark is None:
-            return
-        unfinished = self._mark.with_name(f"{self._mark.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(json.dumps([facts, *files]), encoding="utf-8")
-            unfinished.replace(self._mark)
-        finally:
-            unfinished.unlink(missing_ok=True)  # the disk may be full
+        if self._mark is not None:
+            keep_text(self._mark, json.dumps([facts, *files]))
 
     def has_all(self, facts: str) -> bool:
         """Whether the kernels that a start with the same facts remembered are still on the disk."""

@@ -55,8 +55,9 @@ class Rotary(nn.Module):
         frequencies, factor = inverse_frequencies(spec, positions_P)
         angles_PR = positions_P[:, None].float() * frequencies
         both_PW = angles_PR.new_empty((num_positions, 2 * angles_PR.shape[1]))
-        for half_PR, function in zip(both_PW.chunk(2, dim=1), (torch.cos, torch.sin), strict=True):
-            function(angles_PR, out=half_PR)
+        cosines_PR, sines_PR = both_PW.chunk(2, dim=1)
+        torch.cos(angles_PR, out=cosines_PR)
+        torch.sin(angles_PR, out=sines_PR)
         both_PW *= factor
         self.register_buffer("cosines_and_sines_PW", both_PW.to(device, dtype), persistent=False)
 
