@@ -311,14 +311,18 @@ def test_an_error_that_is_its_own_cause_is_told(ears: Ears) -> None:
         CoreThread(fails, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mill_that_cannot_be_closed_leaves_nobody_waiting(
-    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch
+    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("no loop")
 
+    def stays() -> None:
+        raise RuntimeError("not closed")
+
     monkeypatch.setattr(launch, "build_loop", fails)
-    monkeypatch.setattr(mill, "close", fails)
+    monkeypatch.setattr(mill, "close", stays)
     with pytest.raises(ValueError, match="no loop"):
         CoreThread(lambda: mill, EngineConfig(model_path="tiny"), deliver=ears.deliver, died=ears.died)
+    assert "could not be freed" in caplog.text
+    assert "not closed" in caplog.text

@@ -149,13 +149,11 @@ class CoreThread:
             loop = build_loop(mill, config, inbox=self._inbox, deliver=deliver, rest=rest)
             self._pulse = loop.pulse
         except BaseException as error:
-            try:
-                if mill is not None:
-                    mill.close()
-            finally:  # somebody waits
-                _let_go(error)
-                self._left.set()
-                started.set_exception(error)
+            if mill is not None:
+                _close_unused(mill)
+            _let_go(error)
+            self._left.set()
+            started.set_exception(error)
             return
         started.set_result(mill.facts)
         watchdog = Watchdog(loop, config.watchdog_timeout, stalled=self._give_up)
@@ -200,6 +198,14 @@ class CoreThread:
                 if isinstance(error, EngineClosed)
                 else EngineDead(f"the engine ended before it answered: {error!r}")
             )
+
+
+def _close_unused(mill: Runner) -> None:
+    """Its start failed already, and somebody waits for that error: another one is only logged."""
+    try:
+        mill.close()
+    except BaseException:
+        _log.exception("what a failed start had loaded could not be freed")
 
 
 def _let_go(error: BaseException) -> None:
