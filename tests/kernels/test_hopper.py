@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(400)]  # the first one compiles them all
 
 PREFILLS = ("prefill 64 window", "prefill 64", "prefill 96", "prefill 128", "prefill 256")
 HOPPERS = ("hopper 64", "hopper 128")  # all their copies are tile copies
