@@ -165,9 +165,8 @@ def test_close_aborts_what_is_left_and_is_idempotent(
         core.call("load")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_close_returns_where_the_memory_cannot_be_given_back(
-    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch
+    mill: CountingRunner, ears: Ears, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise RuntimeError("the device is lost")
@@ -178,6 +177,7 @@ def test_close_returns_where_the_memory_cannot_be_given_back(
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
+    assert "the device is lost" in caplog.text
 
 
 def test_a_crash_reaches_everybody_with_its_cause(core: CoreThread, mill: CountingRunner, ears: Ears) -> None:

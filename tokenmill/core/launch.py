@@ -150,7 +150,7 @@ class CoreThread:
             self._pulse = loop.pulse
         except BaseException as error:
             if mill is not None:
-                _close_unused(mill)
+                _close(mill)
             _let_go(error)
             self._left.set()
             started.set_exception(error)
@@ -164,10 +164,8 @@ class CoreThread:
         finally:
             watchdog.close()
             self._fail_calls()
-            try:
-                mill.close()
-            finally:
-                self._left.set()
+            _close(mill)
+            self._left.set()
 
     def _end(self, error: BaseException) -> None:
         with self._state:
@@ -200,12 +198,12 @@ class CoreThread:
             )
 
 
-def _close_unused(mill: Runner) -> None:
-    """Its start failed already, and somebody waits for that error: another one is only logged."""
+def _close(mill: Runner) -> None:
+    """Somebody waits for the thread to go on, and may be told of another error: this one is only logged."""
     try:
         mill.close()
     except BaseException:
-        _log.exception("what a failed start had loaded could not be freed")
+        _log.exception("what the engine had loaded could not be freed")
 
 
 def _let_go(error: BaseException) -> None:
