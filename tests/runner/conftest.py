@@ -62,7 +62,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
 
     class Again:
         def __init__(self, *_: object) -> None:
-            pass
+            self.num_captures = 0
 
         @property
         def is_ready(self) -> bool:
@@ -76,6 +76,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> Gr
             may_run: bool = True,
             before_it_runs: Callable[[], object] = lambda: None,
         ) -> Replay:
+            self.num_captures += 1
             if not may_run:
                 raise RuntimeError("here a capture runs what it records")
             if calls.full_for is not None and title.startswith(calls.full_for):

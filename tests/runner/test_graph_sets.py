@@ -9,19 +9,34 @@ import pytest
 
 from tokenmill.messages import Lane
 from tokenmill.runner.capture import CapturePolicy, lane_sizes
-from tokenmill.runner.graph_sets import GraphSets
+from tokenmill.runner.graph_sets import Graphs, GraphSets, StepGraphs
 
 pytestmark = pytest.mark.unit
 
 
+class MadeRecorder:
+    """Notes what is captured."""
+
+    def __init__(self, *, is_ready: bool) -> None:
+        self.is_ready = is_ready
+        self.num_captures = 0
+        self.captured: list[tuple[Lane, int]] = []
+
+    def record(self, lane: Lane, size: int, error: Exception | None = None) -> None:
+        self.num_captures += 1
+        if error is not None:
+            raise error
+        self.captured.append((lane, size))
+
+
 class MadeDecodes:
-    """Graphs of the sizes of a policy; notes what is captured."""
+    """Graphs of the sizes of a policy."""
 
     wanted_seconds = 0.0
 
-    def __init__(self, policy: CapturePolicy, captured: list[tuple[Lane, int]], lane: Lane) -> None:
+    def __init__(self, policy: CapturePolicy, recorder: MadeRecorder, lane: Lane) -> None:
         self._policy = policy
-        self._captured = captured
+        self._recorder = recorder
         self._lane = lane
         self.error: Exception | None = None
 
@@ -32,9 +47,7 @@ class MadeDecodes:
         return self._policy.are_ready("any", num_rows)
 
     def capture_size(self, size: int) -> None:
-        if self.error is not None:
-            raise self.error
-        self._captured.append((self._lane, size))
+        self._recorder.record(self._lane, size, self.error)
         self._policy.captured(size, "any", seconds=0.01)
 
     def close(self) -> None:
@@ -44,8 +57,8 @@ class MadeDecodes:
 class MadePrompts:
     """Graphs of two shapes."""
 
-    def __init__(self, captured: list[tuple[Lane, int]]) -> None:
-        self._captured = captured
+    def __init__(self, recorder: MadeRecorder) -> None:
+        self._recorder = recorder
         self._lacking = [8192, 8193]
 
     @property
@@ -54,7 +67,7 @@ class MadePrompts:
 
     def capture(self, shape: int) -> None:
         self._lacking.remove(shape)
-        self._captured.append((Lane.PROMPTS, shape))
+        self._recorder.record(Lane.PROMPTS, shape)
 
 
 class Within:
@@ -68,18 +81,19 @@ class MadeSets(GraphSets):
     """Up to 256 rows. Lanes open when they were asked for a second time, if they `can_open`."""
 
     def __init__(self, *, has_graphs: bool = True, can_open: bool = True, is_ready: bool = True) -> None:
-        self.captured: list[tuple[Lane, int]] = []
         self.told: list[Exception] = []
-        self.recorder = SimpleNamespace(is_ready=is_ready)
+        self.recorder: Any = MadeRecorder(is_ready=is_ready)
+        self.captured = self.recorder.captured
         self.num_asked = 0
         self.can_open = can_open
         self.num_caught_up = 0
         self.has_room = True
         lanes: Any = SimpleNamespace(within=lambda lane: Within(), are_open=self._open, close=lambda: None)
         lanes.catch_up = self._catch_up
+        draws: Any = SimpleNamespace(close=lambda: None)
         super().__init__(
-            lambda: self._made(Lane.WHOLE, None) if has_graphs else None,
-            lambda: self._made(Lane.DECODES, lane_sizes(256)),
+            lambda: Graphs(*self._made(Lane.WHOLE, None), draws) if has_graphs else None,
+            lambda: StepGraphs(*self._made(Lane.DECODES, lane_sizes(256))),
             lanes,
             has_room=lambda: self.has_room,
             tell=self.told.append,
@@ -93,14 +107,9 @@ class MadeSets(GraphSets):
         assert not [lane for lane, _ in self.captured if lane is Lane.DECODES]
         self.num_caught_up += 1
 
-    def _made(self, lane: Lane, sizes: list[int] | None) -> Any:
+    def _made(self, lane: Lane, sizes: list[int] | None) -> tuple[Any, Any, Any]:
         policy = CapturePolicy(256, row_seconds=1.0, sizes=sizes)
-        return SimpleNamespace(
-            decodes=MadeDecodes(policy, self.captured, lane),
-            prompts=MadePrompts(self.captured),
-            draws=SimpleNamespace(close=lambda: None),
-            recorders=(self.recorder,),
-        )
+        return MadeDecodes(policy, self.recorder, lane), MadePrompts(self.recorder), (self.recorder,)
 
 
 W, D, P = Lane.WHOLE, Lane.DECODES, Lane.PROMPTS
@@ -146,6 +155,7 @@ def test_nothing_waits_for_lanes_that_open() -> None:
     assert sets.whole is not None
     while (size := sets.whole.decodes.next_size(256)) is not None:
         sets.whole.decodes.capture_size(size)
+    assert not sets.prepare_more(256)  # those were of steps
     sets.captured.clear()
     assert not sets.prepare_more(256)
     assert sets.captured == []
@@ -160,6 +170,20 @@ def test_nothing_waits_for_kernels_that_are_compiled() -> None:
     sets.recorder.is_ready = True
     assert sets.prepare_more(256)
     assert sets.captured == [(W, 256)]
+
+
+def test_nothing_is_captured_beside_a_step_that_was_captured_itself() -> None:
+    """For so long the device has had nothing to do, and what comes next has to begin at once."""
+    sets = MadeSets(can_open=False)
+    sets.recorder.record(W, 1000)
+    assert not sets.prepare_more(256)
+    assert sets.captured == [(W, 1000)]
+    assert sets.prepare_more(256)
+    assert sets.prepare_more(256)  # what was captured just now was no step
+    assert len(sets.captured) == 3
+    sets.recorder.record(W, 2000)
+    assert not sets.prepare_more(256)
+    assert sets.prepare_more(256)
 
 
 @pytest.mark.parametrize("num_failing", [2, 3])

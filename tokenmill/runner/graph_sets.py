@@ -48,6 +48,11 @@ class StepGraphs:
         """Device memory that they hold."""
         return sum(recorder.num_bytes for recorder in self.recorders)
 
+    @property
+    def num_captures(self) -> int:
+        """That were begun so far."""
+        return sum(recorder.num_captures for recorder in self.recorders)
+
 
 @dataclass(frozen=True, slots=True)
 class Graphs(StepGraphs):
@@ -76,6 +81,7 @@ class GraphSets:
         self._has_room = has_room
         self._tell = tell
         self._num_failures = 0  # of captures of those that nobody wants yet
+        self._num_known = 0  # all captures, when one of those was last asked for
         self.whole = open_whole()  # of the whole device; None: there are no graphs
         self.beside: StepGraphs | None = None  # of the lanes; None: they are not open
 
@@ -148,6 +154,9 @@ class GraphSets:
             return False
         if not all(recorder.is_ready for recorder in self.whole.recorders):
             return False
+        known, self._num_known = self._num_known, self._num_captures
+        if self._num_known != known:  # so the host was busy while it would have had nothing to do
+            return False
         lacking = self._lacking(num_rows)
         if lacking is None or not self._has_room():
             return False
@@ -155,7 +164,12 @@ class GraphSets:
         with switching_often():
             is_done = self._attempt(capture, lane)
         self._num_failures += not is_done
+        self._num_known = self._num_captures
         return is_done
+
+    @property
+    def _num_captures(self) -> int:
+        return sum(each.num_captures for each in (self.whole, self.beside) if each is not None)
 
     def _lacking(self, num_rows: int) -> tuple[Callable[[], None], Lane] | None:
         """What captures the next graph, in its lane: what lanes cannot do without, for jobs begin with them;

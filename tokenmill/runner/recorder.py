@@ -92,6 +92,7 @@ class Recorder:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = stream or torch.cuda.Stream(device)
         self._used = False
+        self.num_captures = 0  # that were begun so far
         self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive, whoever lets go of it
         self._num_bytes: int | None = 0  # None: not known since the last capture
 
@@ -128,6 +129,7 @@ class Recorder:
         if self._kernels is not None:
             self._kernels.wait()
         began = time.perf_counter()
+        self.num_captures += 1
         self._num_bytes = None
         with self._aside():
             if not self._used:
