@@ -92,7 +92,11 @@ class GraphSets:
     @property
     def num_bytes(self) -> int:
         """Device memory that they hold."""
-        return sum(each.num_bytes for each in (self.whole, self.beside) if each is not None)
+        return sum(graphs.num_bytes for graphs in self._opened)
+
+    @property
+    def _opened(self) -> list[StepGraphs]:
+        return [graphs for graphs in (self.whole, self.beside) if graphs is not None]
 
     def reopen(self) -> None:
         """Begin anew after `close`."""
@@ -169,7 +173,7 @@ class GraphSets:
 
     @property
     def _num_captures(self) -> int:
-        return sum(each.num_captures for each in (self.whole, self.beside) if each is not None)
+        return sum(graphs.num_captures for graphs in self._opened)
 
     def _lacking(self, num_rows: int) -> tuple[Callable[[], None], Lane] | None:
         """What captures the next graph, in its lane: what lanes cannot do without, for jobs begin with them;
